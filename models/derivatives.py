@@ -161,14 +161,14 @@ def embedded(
     entries: str | None = "vocab",
     where_stored: bool = False,
 ) -> jax.Array:
-    """Returns the rows `ids` of an embedding table, in `dtype`; their gradients are summed in float32.
+    """Returns the rows `ids` of an embedding table, in `dtype`; gradients are summed in the dtype of the table.
 
-    A frequent token has thousands of gradients in a batch; in bfloat16, each would be rounded to the precision of the
-    sum so far. The sum is computed where the table is stored: a chip that stores some columns receives these columns of
-    all gradients, which is less traffic than summing whole tables over chips.
+    A trained table is in float32: a frequent token has thousands of gradients in a batch, and in bfloat16 each would be
+    rounded to the precision of the sum so far. The sum is computed where the table is stored: a chip that stores some
+    columns receives these columns of all gradients, which is less traffic than summing whole tables over chips.
 
     Args:
-      table: [V, D] with axes (entries, embed), float32, as stored.
+      table: [V, D] with axes (entries, embed), as stored.
       ids: [...], int32.
       rows: logical axes of `ids`.
       dtype: dtype of the result [..., D].

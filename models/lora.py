@@ -3,8 +3,7 @@
     y = x W + (alpha / rank) dropout(x) A B          A [in, rank], B [rank, out], B = 0 at the start
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1. The base is stored in `base_dtype`,
-has no gradient and no optimizer state, and training leaves its bits unchanged. Strategies, pipelines, generation and
-export treat a decoder with adapters as any other.
+has no gradient and no optimizer state, and training leaves its bits unchanged.
 """
 
 import dataclasses
@@ -37,8 +36,8 @@ class Lora:
       alpha: the adapter's output is multiplied by alpha / rank; above 0.
       targets: names of the matrices with an adapter, of those that the decoder's parts list (`Part.matrices`).
       dropout: rate, from 0 to below 1, at which inputs of adapters are dropped in training.
-      base_dtype: dtype, "bfloat16" or "float32", in which all other parameters are stored, frozen; routers of experts
-        stay in float32.
+      base_dtype: dtype, "bfloat16" or "float32", in which all other parameters are stored, frozen; routers of experts,
+        with their biases and corrections, stay in float32.
 
     Raises:
       UserError: a number is out of range, there is no target, a target is given twice, or `base_dtype` is unknown.
@@ -130,7 +129,7 @@ class Lora:
     def base_frozen(self, params: Params) -> Params:
         """Returns newly initialized parameters with all but the adapters frozen, in `base_dtype`.
 
-        Routers of experts stay in float32, in which scores are computed.
+        Routers of experts, with their biases and corrections, stay in float32, in which scores are computed.
         """
         base = [name for name in parameters.names(params) if not name.endswith(("_lora_a", "_lora_b"))]
         routers = [name for name in base if name.endswith(("/router", "/router_bias", "/correction"))]

@@ -10,7 +10,7 @@ from core.types import LossOutput, WeightedSum
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, vocab_size: int) -> LossOutput:
-    """Returns next-token cross-entropy in nats, summed over positions, and accuracy.
+    """Returns weighted sums over positions: next-token cross-entropy in nats, and the metric `accuracy`.
 
     The target's logit is selected by comparison, because indexing into a sharded dimension would gather it.
 

@@ -27,7 +27,7 @@ class Passing(NamedTuple):
 
     Attributes:
       stream: the residual stream, [B, T, D].
-      number: [B] int32, the number of the layer, equal for all rows; () without inputs of layers.
+      number: [B] int32, the number of the layer, equal for all rows; () if the decoder has no `layer_inputs`.
       shared: keys and values for later layers, from `kv_cache.extended`.
     """
 
@@ -36,7 +36,7 @@ class Passing(NamedTuple):
     shared: Shared
 
     def with_places(self, config: DecoderConfig, kinds: Sequence[LayerKind], states: Sequence[State]) -> "Passing":
-        """Returns the same with places for the keys and values that the given layers have for later ones.
+        """Returns a copy with placeholders for the keys and values that the given layers compute for later ones.
 
         Args:
           config: the decoder.

@@ -86,8 +86,9 @@ class DecoderConfig(Decoder):
 
     Attributes:
       vocab_size: entries of the vocabulary, which are stored rounded up to `vocab_multiple`.
-      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads, head_dim: sizes, at least 1; num_heads is a multiple
-        of num_kv_heads. Default of head_dim, which is even with rotary positions: embed_dim / num_heads.
+      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads: sizes, at least 1; num_heads is a multiple of
+        num_kv_heads.
+      head_dim: size of a head, even with rotary positions; None: embed_dim / num_heads.
       tied: whether the embedding is also the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim)
         instead of 1.
       remat: what is saved for the backward pass and not recomputed: "none" (saves all it needs), "projections",
@@ -96,41 +97,42 @@ class DecoderConfig(Decoder):
       quantization: "none", "int8" or "fp8": the products of attention and dense feed-forward layers are computed in
         int8, with rounding errors of about 1% each, or in FP8, with 2% to 8%; see `models.quantized`. int8 is
         predicted to be faster on v5p and v6e, but not on v4, v5e and tpu7x. Of the TPUs, only tpu7x has FP8.
-      dtype: compute dtype, "bfloat16" or "float32"; parameters, norms, softmax and loss are float32.
+      dtype: compute dtype, "bfloat16" or "float32". Norms, softmax and loss are computed in float32, in which
+        parameters are also stored (but with `lora`, see its `base_dtype`).
       attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.decoder.attention.attention.attend`.
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
       norm_eps: the number added to the mean square or variance.
       post_norm: whether to also normalize the output of attention and of the feed-forward layer before it is added;
         "only": normalize the output instead of the input.
-      residual_scale: factor that multiplies these outputs.
+      residual_scale: factor of the outputs of mixers and feed-forwards, applied last before they are added.
       layer_scale: whether a frozen number multiplies the stream after each layer; it is 1 unless weights are read.
       bias: biases: "none"; "qkv": of queries, keys and values; "all": also of the output and the feed-forward layer.
-      gated: whether a second projection multiplies the activated one; otherwise there is only one.
+      gated: whether a feed-forward has a second projection of its input, which multiplies the activated one.
       activation: "silu", "gelu", or the approximations of "gelu" by "gelu_tanh" and "gelu_sigmoid".
       positions: "rotary"; or "learned": a vector for each of `max_positions` positions, which must be given, is added
         to the embedding.
-      max_positions: the largest number of positions; None: no limit.
+      max_positions: the largest number of positions in a segment; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and its scaling to longer contexts
         (`models.decoder.rotary`).
       logit_softcap: logits x become softcap tanh(x / softcap); None: they are not bounded.
       logit_scale: factor that multiplies logits before they are bounded.
-      scaled_embedding: True: embeddings are multiplied by sqrt(embed_dim); a number: by this number.
+      scaled_embedding: True: embeddings are multiplied by sqrt(embed_dim); a number: by this number; False: not at all.
       mixer: the part (`parts.Part`) that mixes positions, or a `parts.Sum` of several; a tuple is repeated over the
         layers, such as (Attention(window=512), Attention()).
       feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If layers have
         different parameters, the number of layers (without those of `first_feed_forward`) must be a multiple of the
-        number after which these repeat; the i-th of these layers has its parameters in a module `block_i`.
+        number after which their structure repeats; the i-th of these layers has its parameters in a module `block_i`.
       first_feed_forward: the feed-forwards of the first layers, one per layer, fewer than `num_layers`; later layers
         use `feed_forward`.
-      first_mixer: the mixers of these layers, one per layer, instead of `mixer`; (): they have those of `mixer`.
+      first_mixer: the mixers of these first layers, one per layer, instead of `mixer`; (): those of `mixer`.
       layer_inputs: gives each layer a small input of its own for each token; None: there are none.
       planner: adds plans of finished chunks to the embedded tokens; see `models.decoder.chunk_planner`.
       keeps_states: for `tasks.chunked`: whether parts with a state, such as `s5.S5`, continue from the states at the
         end of the previous step's rows, without their gradient (truncated backpropagation). Rows whose first position
         is 0 start anew. Attention sees only the positions of one step.
-      lora: low-rank adapters; only they are then trained; see `models.lora.adapted`.
-      loss_chunk: number of positions of each row whose logits a chip computes at a time for the loss; 0: all; None: all
-        if their logits are small enough (`models.decoder.chunked_loss.default_positions`).
+      lora: low-rank adapters, the only parameters that are then trained (`models.lora.adapted`); None: no adapters.
+      loss_chunk: number of positions of each row whose logits a chip computes at a time for the loss; 0: all; None: as
+        many as have about `chunk_bytes` of logits, or all if they have less.
       attention_tiles: tiles of the splash kernel; None: the defaults. Block-sparse attention does not use them, and
         ring attention ignores their `fused_backward`.
       vocab_multiple: the multiple to which the stored vocabulary is rounded up. It is part of the model, so parameters
@@ -265,7 +267,7 @@ class DecoderConfig(Decoder):
             )
 
     def _check_shared_keys(self) -> None:
-        """Raises UserError unless first layers have the keys that others use, and only these layers have them."""
+        """Raises UserError unless all keys that layers share are computed in first layers, and only there."""
         firsts, others = (
             {part for kind in kinds for part in kind.mixers} for kinds in (self.first_kinds, self.repeated_kinds)
         )
@@ -319,7 +321,7 @@ class DecoderConfig(Decoder):
 
     @property
     def chunk_bytes(self) -> int:
-        """The maximum number of bytes of logits that a chip computes at a time if `loss_chunk` is None."""
+        """About the largest number of bytes of logits that a chip computes at a time if `loss_chunk` is None."""
         return chunked_loss.CHUNK_BYTES
 
     @property
@@ -328,18 +330,18 @@ class DecoderConfig(Decoder):
 
     @property
     def _repeated(self) -> list[tuple[tuple[Part, ...], Part | None]]:
-        """The mixers and the feed-forward (None: none) of successive layers, which repeat over the stack."""
+        """The mixers and the feed-forward (None: none) of successive layers, a pattern that repeats."""
         mixers, others = self._mixers, _tuple(self.feed_forward)
         return [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
 
     @property
     def group(self) -> int:
-        """The number of layers after which parameters repeat."""
+        """The number of layers, after the first ones, after which the structure of parameters repeats."""
         return _period_of_parameters(self._repeated)
 
     @property
     def first_group(self) -> int:
-        """The number of layers of `first_feed_forward` after which parameters repeat."""
+        """The number of layers of `first_feed_forward` after which the structure of parameters repeats."""
         return _period_of_parameters(self._firsts) if self._firsts else 1
 
     @property
@@ -361,7 +363,7 @@ class DecoderConfig(Decoder):
 
     @property
     def repeated_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of successive layers after the first ones, which repeat over the stack."""
+        """The kinds of successive layers after the first ones, a pattern that repeats."""
         both, modules, start = self._repeated, _modules(self.group), len(self.first_feed_forward)
         count = period(both)
         return tuple(LayerKind(*both[(start + i) % count], modules[i % len(modules)]) for i in range(count))
@@ -378,7 +380,7 @@ class DecoderConfig(Decoder):
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
-        """The different rotary embeddings of the mixers: the decoder's, if any mixer uses it, then others by layer."""
+        """The different rotary embeddings of the mixers; those with the decoder's base and scaling come first."""
         layers = [*self._firsts, *self._repeated] if self.first_mixer else self._repeated
         found = [part.rotation(self) for mixers, _ in layers for part in mixers]
         others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
@@ -449,13 +451,17 @@ def _check_class(kind: type[Part]) -> None:
 
 
 def period(values: list[Any]) -> int:
-    """Returns the number of values after which they repeat, a divisor of their count."""
+    """Returns the least number of values after which they repeat, a divisor of their count, which is not 0."""
     count = len(values)
     return next(p for p in range(1, count + 1) if count % p == 0 and values == values[:p] * (count // p))
 
 
 def _period_of_parameters(layers: list[tuple[tuple[Part, ...], Part | None]]) -> int:
-    """Returns the number of layers after which parameters repeat; layers: (mixers, feed-forward) of each."""
+    """Returns the number of layers after which parameters have the same structure again.
+
+    Args:
+      layers: the mixers and the feed-forward of each layer.
+    """
     return period([tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in layers])
 
 

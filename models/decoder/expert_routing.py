@@ -16,7 +16,7 @@ Two forms compute the same function as long as nothing is dropped:
     capacity   every expert takes the first C = capacity T k / E choices of a row; further choices add nothing
 
 Both run on the tokens of a chip inside a `shard_map`, because XLA's partitioner would sort the tokens of all chips
-together. Tokens are exchanged over a mesh axis that shards both experts and rows. With capacity, this is an all-to-all
+together. Tokens are exchanged over a mesh axis that shards experts and also rows. With capacity, this is an all-to-all
 with buffers of static shape. Dropless, tokens are gathered and outputs reduce-scattered, because an all-to-all would
 need buffers for the case that all tokens choose experts of one chip. The capacity applies per row, not per batch. So
 what is dropped depends neither on the layout nor on other rows; at a position, it depends only on earlier positions and
@@ -108,8 +108,8 @@ class Routing(NamedTuple):
         """Returns sums over rows, as `core.stack.layer_stack` adds them; losses are weighted by supervised tokens.
 
         The balancing loss of a row is E sum_e f_e p_e, where f_e is the number of choices of expert e per token, and
-        p_e its mean share. It is k at best and E at worst. The coefficient has the same unit as `router_aux_loss_coef`
-        of published models.
+        p_e its mean share. It is k if all experts have equal loads, and at most E. The coefficient has the same unit as
+        `router_aux_loss_coef` of published models.
 
         Args:
           weights: [B, T], the weights of supervised tokens.

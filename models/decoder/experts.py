@@ -53,8 +53,8 @@ class Experts(Part, expert_routing.Choices):
         by a learned scale, divided by sqrt(embed_dim).
       output_scales: whether the factors of each expert are multiplied by a learned number, after `normalized`.
       capacity_factor: in the training loss, every expert takes at most capacity_factor x T x top_k / num_experts
-        choices of a row, where T includes padding; a number above 0; None: no limit. Evaluation, `logits` and
-        generation drop nothing.
+        choices of a row, rounded up, where T includes padding; a number above 0; None: no limit. Evaluation, `logits`
+        and generation drop nothing.
       load_balance_coef: coefficient of the balancing loss; 0: no such loss.
       z_loss: coefficient of the squared logsumexp of the router's logits; 0: no such loss.
 
@@ -248,7 +248,7 @@ def _is_number(value: Any) -> bool:
 
 
 def experts_of(decoder: Decoder) -> Experts | None:
-    """Returns the experts of a decoder; None if it has none."""
+    """Returns the experts of the first layer kind of a decoder that has some; None if none has."""
     parts = (kind.feed_forward for kind in decoder.layer_kinds)
     return next((part for part in parts if isinstance(part, Experts)), None)
 
@@ -256,10 +256,10 @@ def experts_of(decoder: Decoder) -> Experts | None:
 def trained(
     *, model: Model, capacity_factor: float | None = None, load_balance_coef: float = 0.0, z_loss: float = 0.0
 ) -> Model:
-    """Returns a copy of a decoder with experts, which may be wrapped, with other settings for training them.
+    """Returns a copy of a decoder with experts, with these settings for training them.
 
     Args:
-      model: the decoder, such as `@pretrained.model()`, for which `config.json` does not set these.
+      model: the decoder, or a model that wraps one. The `config.json` of a published model does not set these.
       capacity_factor, load_balance_coef, z_loss: see `Experts`.
 
     Raises:

@@ -3,8 +3,8 @@
     e[l] = (sqrt(P) E[l, inputs] + norm(x W[l] / sqrt(D))) / sqrt(2)       of all layers, from the embedded tokens x
     x += norm((act(x G) * e[l]) O)                                         at the end of layer l
 
-The vector is a row of a table, and a projection of the embedded token. So a small stream reads a large table, of which
-a token needs one row (Gemma 3n, Gemma 4; Gemma team 2025 and 2026).
+The vector combines a row of a table with a projection of the embedded token. So a small stream reads a large table, of
+which a token needs one row (Gemma 3n, Gemma 4; Gemma team 2025 and 2026).
 
 B batch, T length, D embed, L layers, P width, V vocab as stored.
 """

@@ -91,7 +91,8 @@ class Matrices:
           x: activations [B, T, ...].
           weight: the matrix, in the compute dtype.
           side: arrays that belong to rows.
-          axes: logical axes of the inputs and outputs of the matrix; None: they follow from the name.
+          axes: logical axes of the inputs and outputs of the matrix; None: those of a name in `_AXES`, such as "query",
+            also with the prefix "shared_".
         """
         inward, outward = axes or _AXES[name.removeprefix("shared_")]
         if self.decoder.quantization == "none":
@@ -185,7 +186,13 @@ class Heads(Part):
         return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling, length, own)
 
     def scores(self, decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
-        """Returns how scores are computed, with a window if one is given."""
+        """Returns the scale, bound and window of scores; the scale is 1 if rotary tables already apply it.
+
+        Args:
+          decoder: the decoder.
+          call: the call of the part.
+          window: number of positions that a query attends to; None: all up to its own.
+        """
         rotation = self.rotation(decoder) if call.side.turns else None
         tables_scale = rotation is not None and rotation.width in (None, self.width(decoder))
         return Scores(1.0 if tables_scale else self.score_scale(decoder), self.softcap, window)
@@ -232,7 +239,7 @@ class Heads(Part):
     def _keys_and_values(
         self, of: Matrices, x: jax.Array, wk: jax.Array, wv: jax.Array | None, call: Call
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values [B, T, N, K] by the part's matrices; without that of values, these are the keys."""
+        """Returns keys and values [B, T, N, K]; without a matrix of values, these are the projected keys."""
         projected = of.product("key", "btd,dnk->btnk", x, wk, call.side)
         key = self._heads(of, "key", projected, call, "kv_heads")
         value = projected if wv is None else of.product("value", "btd,dnk->btnk", x, wv, call.side)
@@ -242,7 +249,7 @@ class Heads(Part):
         return key, logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> Result:
-        """Returns the attention of queries [B, T, H, K] to keys and values [B, T, N, K], and the new KV cache or ().
+        """Returns the mixed values [B, T, H, K], the new KV cache or (), and the keys and values to share.
 
         If the part shares keys and `call.before` is there, key and value are entries of a cache (`kv_cache.extended`).
         """
@@ -305,7 +312,8 @@ class Attention(Heads):
     """Causal attention within segments; layers with different fields make a pattern, such as Gemma's.
 
     Attributes:
-      window: number of positions that a query attends to, at least 1, its own being the last; None: all up to its own.
+      window: largest number of positions that a query attends to, at least 1, its own being the last; None: all up to
+        its own.
       rope_theta: base of the part's own rotary embedding, without scaling; None: the decoder's base and scaling.
       rotary_fraction: fraction of a head's dimensions, from the first, that is rotated, from 0 (attention without
         positions) to 1.
@@ -416,7 +424,7 @@ class Attention(Heads):
         return super().work(decoder, length)._replace(others=span * inner)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Any:
-        """Returns an empty KV cache for `length` slots; with a window it has room only for the window."""
+        """Returns an empty KV cache for `length` slots, or for the window if that is less; () if keys are shared."""
         if self.shares_keys:
             return ()
         return super().empty_state(decoder, rows, min(length, self.window or length))

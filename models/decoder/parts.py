@@ -3,9 +3,10 @@
     x += Mixer(norm(x));   x += FeedForward(norm(x))
 
 A part is a frozen dataclass of settings. Called in the Haiku module of a layer, it makes its parameters, and maps the
-normalized residual stream [B, T, D] to the output that is added to the stream. It also describes itself: FLOPs per
-token, the state that replaces earlier positions in generation, and sums over rows that become losses or metrics. Your
-own part is such a class in any module; `models.decoder.layers` has the parts that most decoders use.
+normalized residual stream [B, T, D] to the output that is added to the stream. (`DecoderConfig.post_norm` can move the
+norm behind the part.) A part also describes itself: its multiplications per token, the state that replaces earlier
+positions in generation, and sums over rows that become losses or metrics. You can define a part in any module;
+`models.decoder.layers` has the parts that most decoders use.
 
 B batch, T length, D embed.
 """
@@ -65,7 +66,7 @@ class Decoder(Protocol):
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
-        """The different rotary embeddings of the mixers: the decoder's, if any mixer uses it, then others by layer."""
+        """The different rotary embeddings of the mixers; those with the decoder's base and scaling come first."""
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
@@ -77,14 +78,14 @@ class Side(NamedTuple):
 
     Attributes:
       segment_ids: [B, T] int32.
-      turns: rotary tables, one for each of `Decoder.rotations`.
-      rows: [B] int32, global row ids, if adapters have dropout; otherwise None.
-      padding: [B] int32, the number of empty slots at a row's beginning, if earlier slots are cached; otherwise None.
+      turns: rotary tables, one for each of `Decoder.rotations`; () with learned positions.
+      rows: [B] int32, global row ids, if inputs of adapters are dropped in this call; otherwise None.
+      padding: [B] int32, the number of empty slots at a row's beginning, in generation; otherwise None.
       prefix: which positions attend in both directions; None: attention is causal.
       continues: [B] bool, whether a row's first position continues the segment at the end of the previous step's row,
         if parts keep states between steps; otherwise None.
-      layer_inputs: [B, L, T, P], the inputs of all layers, if earlier slots are cached and the decoder has
-        `layer_inputs`; otherwise None.
+      layer_inputs: [B, L, T, P], the inputs of all L layers (`models.decoder.layer_inputs`), in generation by a decoder
+        that has them; otherwise None.
     """
 
     segment_ids: jax.Array
@@ -114,8 +115,8 @@ class Call(NamedTuple):
     Attributes:
       side: arrays that belong to rows.
       before: the earlier slots, whose state the part continues; None: rows are complete.
-      weights: [B, T], the weights of supervised positions; None if there are earlier slots.
-      drops: whether the capacity of experts applies.
+      weights: [B, T], the weights of positions in the loss; None: the part computes no sums.
+      drops: whether experts drop tokens beyond their capacity, if they have one.
       carried: the state at the end of the previous training step's rows, for parts that keep it; otherwise None.
       name: name of the part in its layer, for parts whose parameters have their own Haiku module.
       stream: the residual stream before the norm, [B, T, D], for parts with norms of their own.
@@ -134,7 +135,7 @@ class Call(NamedTuple):
     shared: Mapping[int, Any] = MappingProxyType({})
 
     def real(self, length: int) -> jax.Array:
-        """Returns whether each of the `length` positions is a token and not padding, [B, T]."""
+        """Returns whether each of the call's `length` = T positions is a token and not padding, [B, T] bool."""
         if self.before is None:
             return self.side.segment_ids > 0
         assert self.side.padding is not None
@@ -146,8 +147,9 @@ class Result(NamedTuple):
 
     Attributes:
       y: [B, T, D], which is added to the residual stream.
-      state: the state after these positions, if the call had `before` or `carried`; otherwise ().
-      sums: tree of sums over rows, float32, with the structure of `Part.empty_sums`; () if the call has no weights.
+      state: the state after these positions, if the call had `before` or `carried`; otherwise, or without a state, ().
+      sums: tree of sums over rows, float32, with the structure of `Part.empty_sums`; () if the part has none, or the
+        call has no weights.
       shared: keys and values for later layers that use those of this part; () if there are none.
     """
 
@@ -212,11 +214,14 @@ class Part:
         return None
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
-        """Runs the part on the normalized residual stream x [B, T, D], in the Haiku module of its layer."""
+        """Runs the part on its input x [B, T, D], the normalized residual stream, in the Haiku module of its layer.
+
+        With the decoder's `post_norm` = "only", x is the stream itself.
+        """
         raise NotImplementedError
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the multiplications per token in rows of `length` positions."""
+        """Returns the multiplications per token in the forward pass of rows of `length` positions."""
         raise NotImplementedError
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Any:
@@ -233,7 +238,7 @@ class Part:
         return ()
 
     def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
-        """Adds losses and metrics of the part to the loss of the decoder.
+        """Returns the loss of the decoder with losses and metrics of the part added; by default, `found`.
 
         Args:
           found: the sums with the cross-entropy.
@@ -245,12 +250,16 @@ class Part:
         return found
 
     def shrink(self, multiples: Mapping[str, int]) -> Part:
-        """Returns a small part for smoke runs, with sizes that are multiples of `multiples`, by logical axis."""
+        """Returns a small part for smoke runs (a few steps on a CPU); by default the part itself.
+
+        Args:
+          multiples: numbers of which the sizes must be multiples, by logical axis.
+        """
         del multiples
         return self
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        """Returns the settings that change the part's results, by `name.field`."""
+        """Returns the settings that change the part's results; by default all fields, by `name.field`."""
         del decoder
         return {f"{self.name}.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
@@ -277,7 +286,7 @@ class Sum:
       parts: the mixers, which must have different names.
 
     Raises:
-      UserError: there are fewer than two, or one of them is no part.
+      UserError: there are fewer than two, or one of them is not a part.
     """
 
     parts: tuple[Part, ...]

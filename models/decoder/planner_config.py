@@ -11,7 +11,7 @@ class Planner:
 
     Attributes:
       chunk: number of positions that are summarized together; this and the other numbers are at least 1.
-      layers: number of layers of each of the two stacks.
+      layers: number of layers of each of the two stacks, low and high.
       high_steps: number of steps of the high stack.
       low_steps: number of steps of the low stack for each step of the high one.
       causal: must be True: a plan depends only on its own and earlier chunks, because others would see the future.

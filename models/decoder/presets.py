@@ -1,7 +1,8 @@
-"""Configurations of `models.decoder.transformer.Transformer` by name: the Valkyrie models, and published models.
+"""Configurations of `models.decoder.transformer.Transformer` by name: this project's own sizes, and published models.
 
-A published model has its Hugging Face name, in lower case and without the owner. Tests check parameter counts and
-agreement with the published `config.json` (`tests/models/decoder/published/test_families.py`).
+A published model has about its Hugging Face name: in lower case, without the owner, and without some suffixes. Tests
+check parameter counts and agreement with the published `config.json`
+(`tests/models/decoder/published/test_families.py`).
 """
 
 import dataclasses
@@ -108,7 +109,10 @@ _LINEAR: dict[str, Any] = {
 
 
 def _needing_parts() -> dict[str, Callable[[], Fields]]:
-    """Returns the presets `a-b` of modules `models.*.preset_a_b`, which are imported when a preset is called."""
+    """Returns functions that give the fields of presets in modules of their own, by name.
+
+    The preset `a-b` is the module `models.*.preset_a_b`, which its function imports.
+    """
 
     def fields(module: str) -> Fields:
         return importlib.import_module(module).FIELDS

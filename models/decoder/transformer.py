@@ -1,8 +1,8 @@
 """A decoder-only language model; its fields can express the published families (`models.decoder.published.families`).
 
 The dataclass is both configuration and model: it implements `core.types.Model`. Its defaults are Llama's: RMSNorm,
-rotary embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does not refer to a mesh. Packed
-rows attend within their segment, and positions restart in each segment.
+rotary embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does not refer to a mesh. In
+packed rows, tokens attend within their segment, and positions restart in each segment.
 
     x = E[inputs];   x += Attention(norm(x));   x += MLP(norm(x));   logits = norm(x) U
 
@@ -121,7 +121,10 @@ class Transformer(DecoderConfig):
             raise UserError(f"Transformer.keeps_states = True: {found} from the start of a row, which is of many steps")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters, whatever the batch: in float32, with adapters the base in `lora.base_dtype`."""
+        """Returns initial parameters in float32; with adapters, the base is in `lora.base_dtype`.
+
+        They do not depend on the batch, of which only shapes are used.
+        """
         params = hk.transform(self.sums).init(rng, batch)
         return params if self.lora is None else self.lora.base_frozen(params)
 
@@ -136,10 +139,10 @@ class Transformer(DecoderConfig):
     def loss(
         self, params: Params, carry: Carried, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carried, LossOutput]:
-        """Returns the next carry and the loss: summed cross-entropy in nats, and the number of supervised positions.
+        """Returns the next carry and the loss: the weighted sum of the cross-entropy in nats, and the sum of weights.
 
-        In training the losses of experts are added; the metric `cross_entropy` is then without them. The carry becomes
-        the states after these rows, if the model keeps them.
+        In training the losses of experts, if they have any, are added; the metric `cross_entropy` is then without
+        them. If the model keeps states, the next carry has the states after these rows; otherwise it is ().
 
         Args:
           params: the parameters.
@@ -168,7 +171,7 @@ class Transformer(DecoderConfig):
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """The path patterns of the parameters that a published folder or a run of the base lacks: those of adapters."""
+        """Patterns of the paths of adapters, which a published folder or a run without them lacks; () without any."""
         return () if self.lora is None else lora.PATTERNS
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
@@ -246,7 +249,7 @@ class Transformer(DecoderConfig):
         return ring_attention.arrange(logits, "batch", "length", "vocab", back=True)
 
     def token_embeddings(self, ids: jax.Array) -> jax.Array:
-        """Returns the embeddings of ids [B, T], without positions; call it inside `hk.transform`."""
+        """Returns the embeddings [B, T, D] of ids [B, T], not scaled, without positions; call it in `hk.transform`."""
         return derivatives.embedded(self._embedding(), ids, ("batch", "residual_length"), self.dtype)
 
     def _stack(self, batch: Batch, tail_fn, *, inserted: Inserted | None = None) -> Any:
@@ -316,8 +319,8 @@ class Transformer(DecoderConfig):
     def empty_cache(self, rows: int, length: int) -> Cache:
         """Returns the empty states of all layers, for `rows` rows of at most `length` slots.
 
-        They have the compute dtype and the strategy's layout of activations; attention with a window has slots for the
-        window alone.
+        They have the strategy's layout of activations. KV caches have the compute dtype; attention with a window has
+        slots for the window alone.
         """
 
         def state(kind: LayerKind) -> block.State:
@@ -464,7 +467,7 @@ class Transformer(DecoderConfig):
 
     @property
     def _parts(self) -> dict[str, Part]:
-        """The different parts of all layers, by name."""
+        """A part for each name in the layers; parts of the same name may have other settings in other layers."""
         return {name: part for kind in self.layer_kinds for name, part in parts_of(kind).items()}
 
     @property
@@ -476,7 +479,7 @@ class Transformer(DecoderConfig):
 
     @property
     def _undivided(self) -> str:
-        """Why runners cannot divide the rows; "" if they can."""
+        """Why a strategy must not divide the rows of a batch between runs of the layers; "" if it may."""
         if self.layer_inputs is None and not self.key_sources:
             return ""
         found = "layer_inputs" if self.layer_inputs is not None else "mixer with shares_keys = True"
@@ -493,9 +496,9 @@ class Transformer(DecoderConfig):
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per token without recomputation.
 
-        6 per parameter of a matrix product and, per attention layer, 6 T H K (causal), or 12 W H K with a
-        window of W positions if that is less. A frozen matrix has no gradient: 4 instead of 6. Of experts, only
-        those that a token passes through count.
+        6 per parameter of a matrix product and, per layer of `layers.Attention`, 6 T H K (causal), or 12 W H K with a
+        window of W positions if that is less. With adapters, matrices are frozen and have no gradient: 4 instead of 6.
+        Of experts, only those that a token passes through count.
         """
         matrices, others = float(self.embed_dim * self.stored_vocab_size), 0.0
         for layer in range(self.num_layers):

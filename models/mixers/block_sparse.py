@@ -6,7 +6,7 @@ j with
 
     j < global_blocks   or   i - window <= j <= i   or   j one of `random` blocks that head h drew for block i.
 
-The drawn blocks depend on (seed, h, i) alone, so they are the same on all hosts and in all layouts and lengths. Two
+With the same settings, the drawn blocks depend on (seed, h, i) alone, not on hosts, layouts and lengths. Two
 forms compute the same function without scores of all pairs: the splash kernel visits the blocks of the mask, and the
 plain form gathers the keys of each block of queries, one key head at a time. The kernel reads the mask of blocks of
 every head from scalar memory, where n^2 entries for each head of a chip must fit. With attention = 'auto', longer rows
@@ -46,9 +46,10 @@ class BlockSparse(Heads):
 
     Attributes:
       block: c, positions of a block; the kernel needs a multiple of 128.
-      global_blocks: first blocks of a row, to which all queries attend.
-      window: blocks before a query's own to which it attends.
-      random: number of further blocks that are drawn; fewer if a query has fewer others before it.
+      global_blocks: number of first blocks of a row to which all later queries attend.
+      window: number of blocks before a query's own to which it attends.
+      random: number of further blocks that are drawn for each head and block of queries; fewer if fewer others come
+        before it.
       seed: seed of the draws, from 0 to 2**63 - 1.
 
     Raises:
@@ -87,7 +88,7 @@ class BlockSparse(Heads):
         return Result(*cached(q, key, value, *call.before, call.side.padding, how, settings=self))
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token; attended blocks count as whole, though causality hides a part of them."""
+        """Returns the work per token, with `attended(length)` positions for scores and as many for mixing."""
         inner = decoder.num_heads * self.width(decoder)
         return Work(super().work(decoder, length).matrices, 2 * self.attended(length) * inner)
 
@@ -104,7 +105,10 @@ class BlockSparse(Heads):
         return self.global_blocks + self.window + 1 + self.random
 
     def attended(self, length: int) -> int:
-        """Returns the mean number of positions to which a position attends, counting blocks as whole; at most T / 2."""
+        """Returns an estimate of the mean number of positions to which a position attends, in rows of T = `length`.
+
+        It counts all blocks of a query as whole, and is at most T / 2.
+        """
         return min(length // 2, self.blocks * self.block)
 
 

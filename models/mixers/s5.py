@@ -37,7 +37,9 @@ from models.decoder.parts import Call, Decoder, Part, Result, Work
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class S5(Part):
-    """A state-space layer of a decoder, as a mixer or in place of a feed-forward; its state is the cache of a row.
+    """A state-space layer of a decoder, as a mixer or in place of a feed-forward.
+
+    In generation its state has the role of a KV cache.
 
     Attributes:
       states: 2 P, an even number, the size of the real state; a layer keeps one of each conjugate pair.

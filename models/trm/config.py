@@ -22,7 +22,7 @@ class Config:
       vocab_size: number of different tokens that a cell can have; stored rounded up to a multiple of `vocab_multiple`.
       embed_dim, num_heads, num_layers: sizes of the network; num_heads is used by attention only, whose heads must
         have an even size.
-      expansion: hidden units are expansion * 2/3 of the width, rounded up to a multiple of 256.
+      expansion: a feed-forward layer has expansion * 2/3 hidden units per input, rounded up to a multiple of 256.
       mixer: how positions are mixed: "attention", or "mlp": a feed-forward layer over positions (5M parameters for a
         Sudoku; its weights depend on S).
       positions: how cells know their position: "rope", "learned", "none"; "auto": rope for attention, none for the mlp.
@@ -148,7 +148,7 @@ class Config:
 
     @property
     def anneals(self) -> bool:
-        """Returns whether the exploration probability changes during training."""
+        """Whether the exploration probability follows a schedule."""
         return isinstance(self.exploration, Linear)
 
     @property

@@ -22,7 +22,7 @@ class TTTConfig:
       variant: "published" (Sun et al. 2024) or "ponder", the form of PonderTTT's code: rates belong to the token that
         is learned from instead of the token that reads, they grow by `decay` within a mini-batch and shrink with the
         width of the model, the convolutions end one token earlier, and the epsilon of norms is 1e-5 instead of 1e-6.
-      num_heads, head_dim: sizes; their product is usually the width of the model. head_dim is even.
+      num_heads, head_dim: number of heads, and the even size of each; the product is usually the model's width.
       mini_batch: number of successive tokens whose gradients are taken at the same weights.
       conv_width: number of tokens that the convolutions over queries and keys read.
       base_rate: the learning rate, above 0, of the inner model before its learned factors.
@@ -78,7 +78,7 @@ class TTTConfig:
 
     @property
     def is_ponder(self) -> bool:
-        """Returns whether the variant is the one of PonderTTT's code."""
+        """Whether the variant is the one of PonderTTT's code."""
         return self.variant == "ponder"
 
     @property

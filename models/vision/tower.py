@@ -42,7 +42,7 @@ _POSITIONS = ("learned", "rotary")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionTower:
-    """A vision transformer; the defaults are those of SigLIP.
+    """A vision transformer; sizes have no defaults, and the other defaults are those of SigLIP.
 
     Attributes:
       image_size: rows and columns of pixels of an image.

@@ -1,7 +1,8 @@
 """Causal attention within segments: a plain implementation for any device, and kernels for TPUs and GPUs.
 
-All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment. The plain
-implementation is the reference, and materializes [B, H, T, T] scores. The kernels do not: splash on TPUs (a Pallas
+All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment; `Scores` can change
+the scale, bound scores, and limit them to a window. The plain implementation is the reference, and materializes
+[B, H, T, T] scores. The kernels do not: splash on TPUs (a Pallas
 kernel that comes with JAX), and cuDNN on GPUs if it can compute the attention (`cudnn_attention`). They run inside a
 `shard_map` over rows and heads, splash also over query positions, because XLA cannot partition a kernel. If positions
 are sharded, queries stay on their chips, and keys and values are gathered. If the activation table also shards
@@ -71,8 +72,9 @@ def attend(
       [B, T, H, K].
 
     Raises:
-      UserError: with "splash", positions of a chip do not fill the kernel's tiles; with "cudnn", cuDNN cannot compute
-        this; positions do not divide over a ring; or a prefix is given with a ring, or key biases with a softcap.
+      UserError: with "splash", positions of a chip do not fill the kernel's tiles, or rows are too long for it with
+        both a prefix and a window; with "cudnn", cuDNN cannot compute this; positions do not divide over a ring; or a
+        prefix is given with a ring, or key biases with a softcap.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])

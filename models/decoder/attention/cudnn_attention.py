@@ -2,8 +2,8 @@
 
 Causal attention and windows are flags of cuDNN's kernel, which then skips keys that no query sees. Segments and
 prefixes become a mask, which JAX passes as a bias [B, 1, T, T] in the dtype of the queries: it needs T^2 entries per
-row, but not per head as plain scores do. If the kernel cannot compute an attention (`problem` says why), plain products
-are used.
+row, but not per head as plain scores do. If the kernel cannot compute an attention (`problem` says why), attention =
+'auto' uses plain products.
 """
 
 from typing import Literal

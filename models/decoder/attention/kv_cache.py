@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 class KeysAndValues(NamedTuple):
-    """The keys and values of one layer in a KV cache of R entries, each [B, N, R, K]."""
+    """Keys and values of one layer: [B, N, R, K] each in a KV cache of R entries, [B, T, N, K] for complete rows."""
 
     keys: jax.Array
     values: jax.Array
@@ -31,8 +31,8 @@ def extended(
       window: the number of positions that a query attends to; None: all up to its own.
 
     Returns:
-      The entries that queries of the new slots attend to, each [B, N, S, K], and the cache with the new entries. They
-      are the same, unless new entries replace some that the first of several queries needs.
+      The entries that queries of the new slots attend to, each [B, N, S, K] (S entries), and the cache with the new
+      entries. Both are the same, unless new entries may replace some that the first of several queries needs.
     """
     pairs = [(old, jnp.swapaxes(new, 1, 2)) for old, new in zip(before, (k, v), strict=True)]
     after = KeysAndValues(*(_stored(*pair, start, wraps=_wraps(before, window)) for pair in pairs))
@@ -54,12 +54,15 @@ def _wraps(before: KeysAndValues, window: int | None) -> bool:
 
 
 def _replaces(before: KeysAndValues, length: int, window: int | None) -> bool:
-    """Returns whether new entries replace some that the first of the new slots' queries needs."""
+    """Returns whether new entries may replace some that the first of the new slots' queries needs."""
     return _wraps(before, window) and length > 1
 
 
 def held(entries: int, end: jax.Array) -> jax.Array:
-    """Returns the slot in each entry, [R], once all slots before `end` are stored; negative for empty entries."""
+    """Returns the slot in each of R = `entries` entries, [R], once all slots before `end` are stored.
+
+    It is negative for empty entries.
+    """
     return end - 1 - (end - 1 - jnp.arange(entries)) % entries
 
 

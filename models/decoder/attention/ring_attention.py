@@ -50,7 +50,7 @@ def shards() -> int:
 
 
 def length_shards() -> int:
-    """Returns the number of chips over which queries are sharded by position."""
+    """Returns the number of chips over which queries are sharded by position; 1 if they are not."""
     spec = logical.activation_spec("length")
     return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
 
@@ -97,7 +97,7 @@ def arrange(x: jax.Array, *names: str | None, back: bool = False) -> jax.Array:
     count = shards()
     if count == 1:
         return x
-    order(x.shape[1])  # refuses positions that do not divide
+    order(x.shape[1])  # raises UserError if positions do not divide
     chunks = jnp.split(x, 2 * count, axis=1)  # slices, because their gradients are no scatter-adds
     moved = np.argsort(_chunks(count)) if back else _chunks(count)
     return logical.constrain(jnp.concatenate([chunks[i] for i in moved], axis=1), *names)

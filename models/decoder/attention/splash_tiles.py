@@ -14,7 +14,8 @@ LANES = 128  # tiles are multiples of 128, the width of a TPU vector register
 class Tiles:
     """Upper limits of the splash kernel's tiles.
 
-    The largest multiples of 128 up to these limits that divide a row's positions on a chip are used. Larger tiles need
+    The kernel uses the largest multiples of 128, up to these limits, that divide a row's positions on a chip (in ring
+    attention, those of a chunk). Larger tiles need
     more of a chip's vector memory (VMEM), and fewer reads of keys and values from HBM.
 
     Attributes:
