@@ -1,10 +1,10 @@
 """`python -m launch COMMAND …`: imports the module of one command and runs it.
 
 A command's module has `COMMAND` (its family and name) and `HELP`, each on one line, `EXAMPLE`, `add_arguments(parser)`
-and `run(args) -> int`. A `core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if
-gs:// cannot be reached (docs/reference/exit-codes.md has all exit codes). Any other exception, including a plain
-ValueError, is printed with its traceback, and the exit code is 13; 1 is a regular result of some commands, such as
-"these checkpoints differ".
+and `run(args) -> int`. A `core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if a
+service that the command needs, such as storage, cannot be reached. After an unexpected exception, including a plain
+ValueError, the traceback is printed, and the exit code is 13. 1 is a regular result of some commands, such as "these
+checkpoints differ". docs/reference/exit-codes.md has all exit codes.
 """
 
 import argparse
@@ -35,8 +35,9 @@ def commands() -> dict[str, str]:
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
     """Runs one command line with `command`, by default as launch/run does, and returns the exit code.
 
-    The code is 141 (128 + SIGPIPE) if the reader of the output has closed the pipe, and 13 after another exception,
-    whose traceback is printed. In a process that has joined a run, such an exception ends the process instead.
+    If `command` raises an exception, the traceback is printed and the code is 13; if the reader of the output has
+    closed the pipe, nothing is printed and the code is 141 (128 + SIGPIPE). In a process that has joined a run, any
+    exception but that of a closed pipe ends the process.
     """
     try:
         code = (command or _command)(argv)
@@ -73,8 +74,8 @@ def _command(argv: Sequence[str]) -> int:
 def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
     """Parses `argv` for the command in a module with HELP, EXAMPLE, add_arguments and run, and runs it.
 
-    Returns the command's exit code; 2 or 19 after a UserError, whose message is printed, and 130 after Ctrl-C. Other
-    exceptions are left to the caller.
+    Returns the command's exit code. After a UserError, it prints the message and returns 2, or 19 if a service could
+    not be reached; after Ctrl-C it returns 130. Other exceptions are left to the caller.
     """
     try:
         command = importlib.import_module(module)

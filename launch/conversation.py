@@ -35,7 +35,7 @@ class Conversation:
         self._messages: list[Mapping[str, str]] = []
 
     def answer(self, message: str) -> None:
-        """Prints the answer to a message of the user while it is generated; Ctrl-C ends it early.
+        """Prints the answer to a message of the user while it is generated; the first Ctrl-C ends the answer early.
 
         Raises:
           UserError: the template does not accept the message, or no position is left; the history is then unchanged.
@@ -76,7 +76,10 @@ class Conversation:
 
 
 def run(conversation: Conversation) -> None:
-    """Answers messages until `/exit` or the end of standard input; `/new` clears the history."""
+    """Answers messages until `/exit` or the end of standard input; `/new` clears the history.
+
+    A message that cannot be answered is reported and left out of the history.
+    """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"Ctrl-C stops an answer; {_NEW} begins a new conversation; {_EXIT} ends.", file=sys.stderr)

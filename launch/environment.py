@@ -1,7 +1,6 @@
 """Reads environment variables, and finds the modules of this package by what they declare.
 
-An empty value counts as unset; a malformed one is an error that names its variable. docs/reference/environment.md lists
-the variables.
+An empty value counts as unset. docs/reference/environment.md lists the variables.
 """
 
 import ast
@@ -77,7 +76,7 @@ def read(name: str, *, environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout:
-    """Reads JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT (JAX itself ignores the last two).
+    """Reads JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; all are None if none of the three is set.
 
     Raises:
       UserError: a value is malformed or out of range, or only some of the three are set.
@@ -110,7 +109,7 @@ def worker_addresses() -> tuple[str, ...]:
 def join_secret() -> str:
     """Returns the text by which the hosts of one start recognize one another, the same on all of them.
 
-    It is RENGA_JOIN_SECRET or, if that is unset, the addresses of the hosts; "" if these are unset, too.
+    It is RENGA_JOIN_SECRET or, if that is unset, the addresses from `worker_addresses`, which may be "".
     """
     return read("RENGA_JOIN_SECRET") or ",".join(worker_addresses())
 
@@ -167,14 +166,14 @@ def run_directory(
 ) -> str:
     """Returns the default run directory of an experiment on a slice, such as `runs/quickstart-v4-16`, in `run_root`.
 
-    An experiment file that is not directly in the workspace's `gin/` adds its folder: `runs/trm/sudoku4-v4-8`. The file
-    is looked for in the working directory, then in the workspace. Checks at level smoke or slice use run directories of
-    their own.
+    If the experiment file is not directly in the workspace's `gin/`, the name of its folder comes first:
+    `runs/trm/sudoku4-v4-8`. The file is looked for in the working directory, then in the workspace.
 
     Args:
       experiment: the experiment file.
       slice_name: the slice.
-      level: the level of a check, which adds a suffix; None: a normal run.
+      level: the level of a check; "smoke" and "slice" add a suffix, so that these checks have directories of their own.
+        None: a normal run.
       environ: environment variables; None: those of this process.
     """
     file = _found(experiment)
@@ -186,7 +185,8 @@ def run_directory(
 def former_run_directory(experiment: str | Path, *, environ: Mapping[str, str] | None = None) -> str:
     """Returns the default run directory of earlier versions, whose name had no slice, such as `runs/gin/quickstart`.
 
-    Without RENGA_RUN_ROOT it was in the workspace or, for an experiment file elsewhere, beside that file.
+    Without RENGA_RUN_ROOT it was in the workspace (in the working directory, if Renga is installed as a package) or,
+    for an experiment file elsewhere on this machine, beside that file.
     """
     file = _found(experiment)
     is_ours = "://" in str(experiment) or file.is_relative_to(WORKSPACE)

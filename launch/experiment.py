@@ -68,7 +68,7 @@ class Experiment:
       task: the data, from `tasks`.
       optimizer: an optimizer of `core.optimizers`, or a transformation of optax, which becomes one.
       batch_size: rows of a global batch; a multiple of `task.num_streams`.
-      total_steps: the last step, which learning rate schedules refer to as well.
+      total_steps: the number of steps of the run.
       phases: changes of data, row length, batch size or strategy during the run; see `launch.phases`.
       phase: 0 for all phases; otherwise the number (from 1) of the one phase to which the experiment is reduced, to
         report or plan it.
@@ -80,7 +80,7 @@ class Experiment:
         fast may change the last bits of a simulated run.
       frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
       frozen_dtype: storage dtype of frozen parameters: `bfloat16`, or `float32` like trained parameters.
-      max_epochs: the most times that a run may read its training data, if their size is known; None: no limit.
+      max_epochs: the most times that a phase may read its training data, if their size is known; None: no limit.
       seed: seed of parameters, data order and random bits.
       non_finite: reaction to a loss or gradient that is NaN or infinite: `stop` the run, `skip` the update, or
         `roll_back` to the newest checkpoint and skip the data read since.
@@ -227,9 +227,9 @@ class Experiment:
 
     @property
     def unit(self) -> str:
-        """The unit of losses and throughput: `token`, or `row` for data without token ids [rows, length].
+        """The unit of losses and throughput: `token`, or `row` for data without token ids of shape [rows, length].
 
-        It is also `row` for a model whose loss couples rows.
+        It is also `row` for a model whose loss couples rows (`core.types.CouplesRows`).
         """
         if can(self.model, CouplesRows) and self.model.couples_rows:
             return "row"
@@ -237,7 +237,7 @@ class Experiment:
 
     @property
     def items_per_step(self) -> int:
-        """Tokens or rows (`unit`) per global batch."""
+        """Number of tokens or rows, whichever is `unit`, per global batch."""
         return self.tokens_per_step if self.unit == "token" else self.batch_size
 
     @property
@@ -255,7 +255,7 @@ class Experiment:
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Returns the task's problems or, if it has none, mismatches between task, model and settings of evaluations.
 
-        Each is a sentence with its fix. No documents are read.
+        Each is a sentence, with a fix where one is known.
 
         Args:
           prepared: whether `task.prepare` has run; a vocabulary that the run itself trains can only be checked then.
@@ -303,8 +303,8 @@ class Experiment:
         """Binds the experiment to devices; returns its training and evaluation steps.
 
         Raises:
-          UserError: model, batch, strategy and slice do not fit. The streams are checked first, then batch and state,
-            then activations; lists all mismatches of the first of these that has any.
+          UserError: model, batch, strategy and slice do not fit. Streams, batch and state, and activations are checked
+            in this order; the message lists all mismatches of the first of these that has any.
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
         partitioner.check_streams(self.batch_size, num_streams=self.task.num_streams, accum_steps=self.accum_steps)
@@ -328,8 +328,8 @@ class Span(NamedTuple):
     Attributes:
       number: number of the phase, from 1.
       count: number of phases.
-      first_step, last_step: numbers of steps done when it begins and when it ends.
-      experiment: the experiment of this phase alone, with the same `total_steps`.
+      first_step, last_step: how many steps the run has done when the phase begins and when it ends.
+      experiment: the experiment of this phase alone, with the `total_steps` of the whole run.
     """
 
     number: int
@@ -352,7 +352,7 @@ class Span(NamedTuple):
         return (self.last_step - self.first_step) * self.experiment.tokens_per_step / tokens if tokens else None
 
     def step_of_epoch(self, epochs: float) -> int:
-        """Returns the step after which the training data have been read `epochs` times."""
+        """Returns the step after which the training data have been read `epochs` times; `self.epochs` must be known."""
         assert self.epochs
         return self.first_step + int((self.last_step - self.first_step) * epochs / self.epochs)
 

@@ -29,13 +29,14 @@ def estimate(program: Program) -> "tuple[Estimate | None, str]":
 def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> Finding:
     """Compares the memory that a program needs with that of a chip; returns the finding "memory".
 
-    The check fails if the state does not fit. The estimate with activations can exceed what the compiler needs.
-    Therefore the finding is a note if the estimate is above a chip's memory, and the check fails only above twice that.
+    The check fails if the state does not fit, or if the estimate with activations is above twice a chip's memory. It
+    does not fail for a smaller excess, because the compiler may need less than the estimate: the finding is then a
+    note.
 
     Args:
       program: bound to a slice.
       estimated: the estimate of its step, with activations and gradients; None: the state alone is compared.
-      why_not: why there is no estimate.
+      why_not: why the step could not be estimated, which makes the finding a note; "": no estimate was tried.
     """
     have, sizes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program)
     state = f"state {units.significant(sizes.everything / GIB)} GiB"

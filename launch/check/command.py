@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings, on host 0 if there are several hosts. Returns 0, or 2 if a check failed.
+    """Prints the findings. Returns 0, or 2 if a check failed.
+
+    On several hosts, only host 0 and hosts that cannot join the others print them.
 
     Raises UserError if flags exclude one another, the slice is unknown, or a level that needs its devices is started on
     another machine.

@@ -93,7 +93,7 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
       run_dir: the run directory.
 
     Returns:
-      The findings of all hosts, the same on every host.
+      The findings of all hosts, merged; the same on every host.
     """
     spans = config.build().spans()
 
@@ -131,8 +131,8 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
 def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
     """Compares the recorded HBM use of this experiment's compiled step with the HBM of a chip.
 
-    The finding is a note if no use is recorded. `limit_bytes` is the HBM that the runtime reports; None: that of the
-    table of slices.
+    The finding is a note if no use is recorded. `limit_bytes` is the HBM that the runtime reports; None: the runtime
+    does not report it, and the value of the table of slices is used.
     """
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
@@ -151,9 +151,10 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
 
 
 def links(mesh: Mesh, host: Host) -> list[Finding]:
-    """Runs every collective on every axis of the mesh; returns a finding for each axis. All hosts must call it.
+    """Runs every collective on every axis of the mesh that has several devices. All hosts must call it.
 
-    A finding tells whether the numbers are right, and the speed on the slowest host.
+    Returns a finding for each of these axes: whether the numbers are right, and the speed on the slowest host. A mesh
+    of one device has one finding, that there are none.
     """
     bytes_per_chip = _BYTES_PER_CHIP.get(mesh.devices.flat[0].platform, 2**20)
     trips = collectives.trips(mesh, bytes_per_chip=bytes_per_chip)

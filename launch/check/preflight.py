@@ -1,8 +1,8 @@
 """Preflight, the level `config` of a check: all checks that need no device, in one pass of a few seconds.
 
 The layout is checked on the compiler's description of the slice, so rows, shapes and degrees are those of the real
-slice. A file is checked only if it is visible from here. Files on the hosts' own disks, and files that would need the
-network in a dry run, are listed in a note as not checked.
+slice. Data that cannot be checked from here (in a bucket, on the hosts' own disks, or behind the network in a dry run)
+are listed in a note.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from tasks.text.ids import ReadsFile
 if TYPE_CHECKING:
     from parallel.planning.arithmetic import Estimate
 
-# Where the hosts will be: "here": this machine, or unknown; "simulated": processes of this machine; "shipped to": a TPU
+# Where the hosts will be. "here": this machine, or unknown; "simulated": processes of this machine; "shipped to": a TPU
 # that gcloud reaches from this workstation; "dry run": the same, without using the network.
 Hosts = Literal["here", "simulated", "shipped to", "dry run"]
 _AWAY = ("shipped to", "dry run")
@@ -48,7 +48,9 @@ class Checked(NamedTuple):
     findings: tuple[Finding, ...]  # findings of all checks
     config: LoadedConfig | None  # the configuration; None if it is not valid
     experiment: Experiment | None  # the built experiment; None if the configuration is not valid
-    program: Program | None  # bound to the compiler's description of the slice; None if it does not fit
+    program: (
+        Program | None
+    )  # of the first phase, bound to the compiler's description of the slice; None if it does not fit
 
     @property
     def ok(self) -> bool:
@@ -119,7 +121,7 @@ def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
 
 
 def _phase(span: Span, findings: list[Finding], *, smoked: bool, hosts: Hosts) -> tuple[Experiment, Program] | None:
-    """Checks layout, memory and data of a phase and, if the data can be read from here, how many epochs it trains.
+    """Checks layout, memory and data of a phase and, for a full run whose data are here, how many epochs it trains.
 
     Returns the experiment and its program, as `_bind`; None if the layout does not fit.
     """
@@ -387,9 +389,10 @@ def _unused_ids(experiment: Experiment) -> list[Finding]:
 
 
 def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Finding]:
-    """Checks whether the hosts of the slice can share and write the run directory, without creating anything.
+    """Checks whether the hosts of the slice can share and write the run directory, and whether a run uses it already.
 
-    With an unknown slice (`slice_` None), it only checks whether they can write it. `hosts` is as in `check`.
+    It creates nothing. If `slice_` is None, it does not check whether the hosts can share the directory. `hosts` is as
+    in `check`.
     """
     name, remote = "run directory", paths.is_remote(run_dir)
     not_shared = ""

@@ -29,11 +29,11 @@ _LAST_LINES = 15
 
 
 def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
-    """Runs all parts in turn; host 0 writes their report to RUN/check.json.
+    """Runs all parts in turn. The process that prints the findings also writes them to RUN/check.json.
 
     Returns:
-      The findings, and whether to print them here: on host 0, and on a host that has findings and does not know
-        its index.
+      The findings, and whether to print them here: on host 0, and on a host that has findings and does not know its
+        index.
     """
     started, run_dir = time.time(), f"{args.run_dir}/run"
     of_hosts, all_hosts = _check(args, ALL_HOSTS, "--level", "hosts", run_dir=run_dir)
@@ -77,7 +77,7 @@ def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
 
 
 def _check(args: argparse.Namespace, name: str, *words: str, run_dir: str) -> tuple[list[Finding], Finding]:
-    """Runs `launch/run check`. Returns its findings (empty except on host 0), and one finding that sums them up."""
+    """Runs `launch/run check`; returns the findings that it wrote, as host 0 does, and one that sums them up."""
     options = [*flags.passed_on(args, "--gin", "--simulate"), *words, "--run-dir", run_dir]
     with tempfile.TemporaryDirectory(prefix="renga-check-") as folder:
         file = Path(folder) / "findings.json"
@@ -116,7 +116,10 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def measured(run_dir: str) -> dict[str, float]:
-    """Returns the speed metrics of the last measured step and, on a TPU, the predicted ones, by name; {} if none."""
+    """Returns the metrics of the newest timed step by name: step, time, speed, HBM, and predictions if it has any.
+
+    {} if no step was timed.
+    """
     timed = [row for row in metrics.read(run_dir).by_step.values() if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}

@@ -27,7 +27,7 @@ _OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test":
 
 
 def add_arguments(kind: str, parser: argparse.ArgumentParser) -> None:
-    """Adds arguments named as the fields of the kind's dataclass, such as `SudokuSet`."""
+    """Adds arguments; their destinations are the fields of the dataclass of `kind`, such as `SudokuSet`."""
     parser.add_argument("--seed", type=flags.at_least(0), help="same seed, same bytes")
     {"sudoku": _add_sudoku, "maze": _add_maze, "arc": _add_arc}[kind](parser)
 
@@ -77,7 +77,7 @@ def run(kind: str, given: Mapping[str, Any], out: str) -> int:
 
     Args:
       kind: "sudoku", "maze" or "arc".
-      given: the arguments on the command line, by name; the others have their defaults.
+      given: the arguments on the command line, by destination; the others have their defaults.
       out: the folder to write, local or gs://.
 
     Raises:

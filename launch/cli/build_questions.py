@@ -35,7 +35,7 @@ def run(_: str, given: Mapping[str, Any], out: str) -> int:
     """Builds the dataset in the folder `out`, then prints a summary. Returns 0. `given`: the arguments, by name.
 
     Raises UserError if arguments exclude one another, there is no such dataset, split or field, an example cannot be
-    used, or the folder is in use.
+    used, or the folder is already used.
     """
     source = question_sets.QuestionSet(**given)
     with Progress(TextColumn("{task.description}"), console=terminal.console(80)) as progress:

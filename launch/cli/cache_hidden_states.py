@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the base model and writes its hidden states for every split.
+    """Loads the base model and writes its hidden states for every split. Returns 0.
 
-    Raises UserError if --rows is malformed, the folder cannot be written or was begun with other settings, or the
-    experiment does not train an adapter of a base on chunks.
+    Raises UserError if --rows is malformed, the folder cannot be written or was begun with other settings, the base or
+    the data cannot be read, or the experiment does not train an adapter of a base on chunks.
     """
     limits = _limits(args.rows)
     paths.check_writable(args.out)

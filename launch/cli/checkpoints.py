@@ -1,6 +1,6 @@
 """`launch/run checkpoints ls|verify|diff|prune`: inspects the checkpoints of a run from any machine that can read them.
 
-It runs in one process, needs neither accelerator nor model, and may run while the run is training.
+It runs in one process and needs neither accelerator nor model. All but `prune` may be used while the run is training.
 """
 
 import argparse

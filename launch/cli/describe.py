@@ -117,7 +117,8 @@ def _cache_bytes(program: Program, length: int) -> int:
 def _smallest(model: Any, generation: str, *, length: int) -> str:
     """Returns the smallest slice of a generation on which a fine-tuning step fits, with its GiB per chip, as text.
 
-    If there is none, the text says so, or why it is not known.
+    Slices have at most _MOST_CHIPS devices, whose number divides the width. If no slice fits, or the step cannot be
+    estimated, the text says so.
     """
     for slice_ in slices.SLICES.values():
         if not slice_.name.startswith(f"{generation}-") or slice_.devices > _MOST_CHIPS:

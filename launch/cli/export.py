@@ -104,7 +104,10 @@ def _exporter(run: str, model: Any) -> Callable[[str, Experiment, paths.Path, bo
 
 
 def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> None:
-    """Raises UserError unless a step has the parameters of its model, which are not averaged in another place."""
+    """Raises UserError unless a step has the parameters that its model needs, and the average of them if one is kept.
+
+    The average must be the step's parameters: one in the optimizer's state is not exported.
+    """
     saved = warm_start.SavedParameters(step)
     if differences := saved.problems(shapes, specs):
         listed = "\n  ".join(units.shortened(differences, most=warm_start.MOST_LINES))
@@ -118,7 +121,10 @@ def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes
 
 
 def _decoder(run: str, experiment: Experiment, step: paths.Path, is_merged: bool) -> Exported:
-    """Returns the export of a decoder, or of its adapters unless they are merged. Raises UserError if there is none."""
+    """Returns the export of a decoder or, if it has adapters and they are not merged, of the adapters alone.
+
+    Raises UserError if no published format has this model, or `--merge` is given without adapters or needed for them.
+    """
     model: Any = experiment.model
     if model.lora is not None and not is_merged:
         _require_base_of_peft(run, experiment)
@@ -157,7 +163,10 @@ def _is_published(base: str) -> bool:
 
 
 def _base(step: paths.Path, experiment: Experiment) -> str:
-    """Returns the published model that a run's adapters belong to; for one of the hub, with the revision read."""
+    """Returns the published model to which a run's adapters belong.
+
+    If the checkpoint says from where its frozen parameters were read, and that is the hub, the revision is included.
+    """
     left_out = steps.read(step).left_out
     if left_out is not None and left_out.source.startswith(published_files.HUB):
         return left_out.source
@@ -165,7 +174,10 @@ def _base(step: paths.Path, experiment: Experiment) -> str:
 
 
 def _free_folder(text: str) -> paths.Path:
-    """Returns the folder to write, to be created later. Raises UserError unless it is local, empty and writable."""
+    """Returns the folder to write, to be created later.
+
+    Raises UserError unless it is local, writable, and new or empty.
+    """
     out = paths.resolve(text)
     if paths.is_remote(out):
         raise UserError(f"--out {text}: expected a local folder; copy it to the bucket afterwards")
@@ -193,9 +205,9 @@ def _of(params: Any, paths_: Collection[str]) -> Any:
 def _reader(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> Read:
     """Returns a function that reads a parameter from a checkpoint, given its path, and a layer or None for all layers.
 
-    Parameters that the checkpoint leaves out are read from their source at its precision, which may be higher than that
-    of the run. All of them are first checked against the run's fingerprints, so that a wrong source is an error before
-    anything is written.
+    Parameters that the checkpoint leaves out are read from their source, in float32, even if the run holds them in a
+    smaller dtype. All of them are first checked against the run's fingerprints, so that a wrong source is an error
+    before anything is written.
     """
     arrays, described = Arrays(step), steps.read(step)
 
@@ -223,7 +235,11 @@ def _reader(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -
 
 
 def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the special ids for config.json, and the content of generation_config.json: the ids that end texts."""
+    """Returns the special ids for config.json, and the content of generation_config.json: the ids that end texts.
+
+    The first is empty if the task has no vocabulary. The second is empty unless its vocabulary is a published
+    tokenizer's.
+    """
     task = experiment.spans()[-1].experiment.task
     vocabulary = task.vocabulary
     if vocabulary is None:
@@ -238,7 +254,7 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _write_small_files(experiment: Experiment, exported: Exported, out: paths.Path) -> None:
-    """Writes everything but tensors and config.json: the tokenizer, and what the published folder has besides."""
+    """Writes `exported.files` and, if the vocabulary is a published tokenizer's, its files and generation settings."""
     for name, content in exported.files.items():
         (out / name).write_text(content)
     vocabulary = experiment.task.vocabulary

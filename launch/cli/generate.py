@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads the model, continues the prompts, and prints or writes the continuations; without prompts, converses.
 
-    Returns the exit code.
+    Returns 0.
 
     Raises:
       UserError: flags exclude one another or are out of range, or the model or the prompts cannot be used.
@@ -240,11 +240,11 @@ def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], optio
 class _Answers:
     """The file of answers; until all prompts are done, lines are appended to a file beside it.
 
-    The name of that file contains a hash of everything that the answers depend on, so that the same command continues
+    The name of that file contains a hash of everything that the answers depend on. Therefore the same command continues
     it.
 
     Attributes:
-      done: prompts whose answers an interrupted command has written.
+      done: number of prompts whose answers an interrupted command has written.
     """
 
     def __init__(self, path: Path, prompts: int, inputs: Any):
@@ -264,5 +264,5 @@ class _Answers:
             file.write("".join(f"{line}\n" for line in lines))
 
     def finish(self) -> None:
-        """Renames the file, now complete, to its final name."""
+        """Gives the complete file its final name."""
         self._partial.replace(self._path)

@@ -1,7 +1,7 @@
 """`launch/run make-dataset KIND`: writes the files of a dataset; a module in a folder of launch/ makes each kind.
 
 Such a module has `DATASETS` (the names of its kinds, on one line), `EXAMPLE`, `add_arguments(kind, parser)` and
-`run(kind, given, out)`, where `given` maps the arguments on the command line to their values.
+`run(kind, given, out)`. `given` maps the arguments on the command line, by destination, to their values.
 """
 
 import argparse

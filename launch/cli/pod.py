@@ -2,7 +2,7 @@
 
 The same command line works in three places. On a host of a TPU slice or of GPUs it becomes this host's process; from a
 workstation it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, the
-error lists what was examined; the command never trains in another place. The slice `local` is this machine.
+error lists what was examined. The slice `local` is this machine.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 
 def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
-    """Returns the command line's bindings, followed by those of --scale-from, which are also printed."""
+    """Returns the command line's bindings and, after them, those that --scale-from adds, which are also printed."""
     from launch import scaling
 
     found = scaling.bindings(args.experiment, slice_name=slice_.name, scale_from=args.scale_from, given=args.gin)
@@ -166,7 +166,7 @@ def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
-    """Performs an action that needs only a run directory (profile, logs, tensorboard); raises UserError without one."""
+    """Performs an action on a run directory: profile, logs or tensorboard. Raises UserError if profile names no run."""
     from core.training import profile_request
     from launch.hosts import logs
 
@@ -181,7 +181,10 @@ def _of_a_run(args: argparse.Namespace) -> int:
 
 
 def _of_a_tpu(args: argparse.Namespace) -> int:
-    """Performs an action on the TPU that --tpu names, or on the run there; raises UserError if none is named."""
+    """Performs an action on the TPU that --tpu or TPU_NAME names, or on the run there.
+
+    Raises UserError if none is named.
+    """
     _refuse_unused(args, _READ_BY[args.target])
     needs_slice = args.target in ("create", "queue")
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
@@ -236,7 +239,11 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
 def _supervised(
     attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int, host: int | None = None
 ) -> int:
-    """Runs `attempt(stop_requests)` for `host` (None: all), again if a restart can help; alerts on each failure."""
+    """Runs `attempt(stop_requests)`, again if a restart can help; sends an alert after each failure.
+
+    `host` is the index of this host, which the alert names; None: the attempt is of all hosts, or the index is not
+    known.
+    """
     with alerts.watching(run_directory, host=host) as report, supervise.stop_requests() as requested:
 
         def told() -> int:

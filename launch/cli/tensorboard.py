@@ -1,4 +1,4 @@
-"""`launch/run tensorboard`: TensorBoard with the profile plugin, reachable from this machine only."""
+"""`launch/run tensorboard`: TensorBoard with the profile plugin, served on 127.0.0.1 only."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs TensorBoard until it is stopped; its messages are printed without the known noise of TensorFlow.
+    """Runs TensorBoard until it is stopped, and returns its exit code; known noise of TensorFlow is not printed.
 
     Raises:
       UserError: TensorBoard is not installed, or the folder is missing or has neither event files nor profiles.

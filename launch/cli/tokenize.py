@@ -152,7 +152,10 @@ def _run_task(args: argparse.Namespace) -> int:
 
 
 def _filters(args: argparse.Namespace) -> Filters:
-    """Returns the filters of documents. Raises UserError if lengths are given without --exclude."""
+    """Returns the filters of documents.
+
+    Raises UserError if --exclude-words or --exclude-characters is given without --exclude.
+    """
     words, characters = args.exclude_words, args.exclude_characters
     if (words or characters) and not args.exclude:
         raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
@@ -178,7 +181,7 @@ def _say(text: str) -> None:
 
 
 def _require_free(out: str) -> None:
-    """Raises UserError if the folder has files that are not of a token cache."""
+    """Raises UserError if the folder has other files but no token cache."""
     folder = paths.resolve(out)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names - {run_lock.FILE} and not names & {token_cache.COMPLETE, token_cache.STARTED}:

@@ -29,7 +29,8 @@ class Changes:
     def constructor(self, field: str) -> str | None:
         """Returns the constructor in which a field of the model is bound, such as `transformer.Transformer`.
 
-        It is looked for inside wrappers, and inside functions that change a model. None if it is not found there.
+        It is looked for inside wrappers, and inside functions that change a model. None if it is not found there, or
+        has a gin scope.
         """
         path = wrappers.field_path(self._model, field)
         if path is None:
@@ -63,7 +64,8 @@ class Changes:
     def of_experiment(self, field: str, value: str) -> list[str]:
         """Returns the statements that bind a field of the experiment to a value, given as gin text.
 
-        If the field has the value of a macro, the macro is bound, because other statements may use it too.
+        If the field is bound to the macro of its name (`batch_size = %BATCH_SIZE`), the macro is bound, because other
+        statements may use it too.
         """
         macro = field.upper()
         if self._values.get(f"{self._home}.{field}") == Macro(macro):

@@ -2,8 +2,8 @@
 
 A configuration is a graph: macros and constructors are its nodes, and bound values are its edges. Nodes that cannot be
 reached from the root have no effect. A walk over the graph predicts which constructors gin will call, without calling
-them. All checks run, whether or not others have failed. A misspelled name or a syntax error can make other bindings
-appear missing or unused; these are not reported.
+them. All checks run, whether or not others have failed. Bindings that only seem missing or unused because of a
+misspelled name or a syntax error are, as far as that can be guessed, not reported.
 """
 
 import collections
@@ -40,10 +40,11 @@ class Configuration:
       reader: the sources: files and flags, as read.
       root: the constructor of the object that the configuration builds.
       defaults: the name of the file that declares the macros.
-      known: valid macro names: those declared in `defaults`, and those that the files both define and read.
-      bindings: in the order in which they apply.
+      known: valid macro names: those declared in `defaults`, those that are both defined and read, and those that are
+        defined or read and also occur in a statement with a syntax error.
+      bindings: all bindings, in the order in which they apply.
       by_name: bindings by their left-hand side; the last one of each list takes effect.
-      final: the last binding of each left-hand side, which takes effect.
+      final: the last binding of each left-hand side, in order.
       macros: the last binding of each macro, by name.
     """
 
@@ -77,7 +78,7 @@ class Configuration:
         return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}
 
     def origin(self, binding: Binding) -> Binding:
-        """Follows macros from a binding to the binding that contains the value."""
+        """Follows macros from a binding to the binding that contains the value, or to the last macro that is bound."""
         for _ in self.macros:
             if isinstance(binding.value, Macro):
                 binding = self.macros.get(binding.value.name, binding)
@@ -88,7 +89,7 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
     """Returns all mistakes in a configuration, notes about unused bindings that are no mistake, and effective bindings.
 
     A note is about a binding that another choice has made unused, such as one of a parameter of another optimizer. A
-    binding is effective if it is the last one of its name and reachable from the root.
+    binding is effective if it is the last one with its left-hand side and can be reached from the root.
     """
     scopes, faults = _walk(config)
 
@@ -234,7 +235,7 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for bindings above the include of a file that silently overrides them."""
+    """Yields problems for bindings that a file included below them overrides without a message."""
     for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
             if before.file in config.reader.sources[after.file].ancestors:

@@ -31,10 +31,10 @@ class Difference(NamedTuple):
 def between(before: str, after: Settings | str) -> list[Difference]:
     """Returns the settings in which two configurations (canonical texts or `Settings`) differ, sorted by name.
 
-    A macro that is missing in a text, because it was introduced later, has the value that `gin/defaults.gin` declares.
-    A parameter that is missing in a text is not a difference if the other text binds it to a macro, because macros are
-    compared themselves. Texts that have only comments (`# batch_size = 8`), which `renga.Trainer` saves, are compared
-    line by line.
+    A macro that is missing in one of them, because it was introduced later, has the value that `gin/defaults.gin`
+    declares. A parameter that is missing in one of them is not a difference if the other binds it to a macro, because
+    macros are compared themselves. `renga.Trainer` saves texts of comments alone (`# batch_size = 8`); their values are
+    compared by name, too.
     """
     old, new = _values(before), _values(after) if isinstance(after, str) else _rendered(after)
     declared = _values(declared_text())

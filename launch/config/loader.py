@@ -93,7 +93,7 @@ class LoadedConfig(Settings):
 
     @property
     def slice(self) -> str:
-        """The name of the slice; empty if none is bound, or the root has no parameter `slice`."""
+        """The name of the slice; empty if none is bound outside of scopes."""
         bound = (b for b in self.bindings if b.parameter == "slice" and b.target == self._root and not b.scope)
         return next((str(expand(b.value, self._macros)) for b in bound), "")
 
@@ -117,7 +117,7 @@ class LoadedConfig(Settings):
             raise ConfigError(self.experiment, [self._refusal(error)]) from error
 
     def _refusal(self, error: BaseException) -> ConfigProblem:
-        """Converts the ValueError of a constructor to a problem with the place of the values it was given."""
+        """Converts the ValueError of a constructor to a problem at the file and line of the values that it got."""
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals is vars(gin_engine))
         calls = [frame.f_locals["current_selector"] for frame in frames if "current_selector" in frame.f_locals]
         while getattr(type(error).__str__, "__module__", "") == gin_utils.__name__:  # a copy with a longer message
@@ -224,7 +224,8 @@ def _macros(text: str) -> frozenset[str]:
 def parse(text: str) -> Settings:
     """Parses a canonical text, such as the config.gin of a run, without importing the modules that it names.
 
-    Old names and values (`launch.config.moved`) become the current ones.
+    Old names and values (`launch.config.moved`) become the current ones. A text that is not valid gin raises what
+    `sources.parse` raises.
     """
     statements = sources.parse(text)
     read = {"": sources.Source([s for s in statements if isinstance(s, ImportStatement)], ())}
@@ -251,7 +252,7 @@ def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
 
 
 def _content(path: str) -> str:
-    """Reads the text of a file in a bucket. Raises UserError if it cannot be read."""
+    """Reads the text of a file in a bucket. Raises UserError if there is no such file, or it is not UTF-8."""
     file = paths.resolve(path)
     if not file.exists():
         raise UserError(f"there is no file {path!r}; expected the experiment's address, such as gs://BUCKET/first.gin")

@@ -1,7 +1,8 @@
 """Replaces old names and values in gin files, which are accepted for one release, by a table.
 
-The table applies to statements as they were read, before names are resolved. So it serves files, flags and the saved
-configurations of runs, and a text in an old spelling compares as equal to one in the new. Notes say the new spelling.
+The table applies to statements as they were read, before names are resolved. Therefore it serves files, flags and the
+saved configurations of runs, and a text in an old spelling compares as equal to one in the new. Notes say the new
+spelling.
 """
 
 import dataclasses
@@ -40,12 +41,12 @@ class Table(NamedTuple):
     """Old names and values with their replacements. Names are full, such as `models.mixers.s5.S5.states`.
 
     Attributes:
-      names: new names of modules, constructors, parameters and macros, by old names. No new name may begin with an
-        old one; if the module `models.trm` becomes a folder, its constructors are listed instead.
+      names: new names of modules, constructors, parameters and macros, by old names. No new name may begin with an old
+        one; if the module `models.trm` becomes a folder, its constructors are listed instead.
       values: functions that replace old values of a parameter, by the new name of the parameter.
       former: functions that replace bindings of parameters that no longer exist, by the names of the parameters.
-      needs: for each constructor that took over parameters of another one, the statement that passes an object of the
-        new one to the other; by the name of the new one.
+      needs: statements that must accompany a constructor (the key) to which parameters of another one have moved. Each
+        passes the object of the constructor to the other one.
     """
 
     names: Mapping[str, str] = MappingProxyType({})

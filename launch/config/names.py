@@ -41,7 +41,7 @@ PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "paralle
 _EXPERIMENT = (f"{environment.PACKAGE}launch.experiment", f"{environment.PACKAGE}launch.settings")
 OURS = tuple(f"{package}." for package in (*PUBLIC_PACKAGES, f"{environment.PACKAGE}launch"))
 
-_Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import failed, which was reported
+_Symbols = MutableMapping[str, types.ModuleType | None]  # None: the import failed; the failure is in the problems
 
 
 class _UnresolvedError(Exception):
@@ -122,7 +122,8 @@ class Names:
     def resolve(self, binding: Binding) -> Binding:
         """Returns a copy of a binding in which names have their constructors, on both sides.
 
-        Unknown names are added to the problems. A value that names a module becomes None if the module is not trusted.
+        Unknown names, and names that are not trusted, are added to the problems. If the value is the name of a module
+        for a seqio task and that module is not trusted, the value becomes None.
         """
 
         def change(leaf: Any) -> Any:
@@ -176,7 +177,7 @@ class Names:
             self.problems.append(ConfigProblem(file, statement.location.line_num, what, **details))
 
     def _shadowed(self, module: types.ModuleType) -> Path | None:
-        """Returns the user's file that a top-level module of the same name shadows; None if there is none."""
+        """Returns the user's file that another module of the same name shadows; None if there is none."""
         files = [folder / f"{module.__name__}.py" for folder in self._folders]
         origin = Path(getattr(module, "__file__", None) or "").resolve()
         return next((file for file in files if file.is_file()), None) if origin not in files else None
@@ -261,7 +262,7 @@ class Names:
 
 
 def _public_members(module: types.ModuleType) -> list[str]:
-    """Returns the names of a module's constructors, without those that it imports from other top-level packages."""
+    """Returns the names of a module's constructors, without those that are defined in other top-level packages."""
     top = module.__name__.split(".")[0]
     public = {name: member for name, member in vars(module).items() if not name.startswith("_")}
     constructors = {name: member for name, member in public.items() if not why_not_a_constructor(member)}
@@ -283,7 +284,7 @@ def _siblings(package: str) -> list[str]:
 
 
 def make_importable(folders: Iterable[Path]) -> None:
-    """Appends folders to `sys.path`; last, so that a user's file never shadows one of our modules or Python's."""
+    """Appends folders to the end of `sys.path`, so that a user's file shadows neither our modules nor Python's."""
     importlib.invalidate_caches()
     known = {Path(entry or ".").resolve() for entry in sys.path}
     sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if folder not in known)

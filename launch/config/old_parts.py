@@ -1,8 +1,9 @@
 """Old spellings of the parts of a decoder's layers: names such as 'attention+s5', with settings in fields of their own.
 
-Names become references to parts, with the settings that belong to them. A setting without a meaning becomes a mistake
-that says the new spelling. Modules have their full names in the workspace. All bindings of a decoder are considered:
-names may be in one file and their settings in another or in an outer scope, and macros may stand for both.
+A part is an object that makes one piece of a layer, such as attention or an MLP. Names become references to parts, with
+the settings that belong to them. A setting that has no meaning any more becomes a mistake that says the new spelling.
+Modules have their full names in the workspace. All bindings of a decoder are considered: names may be in one file and
+their settings in another or in an outer scope, and macros may stand for both.
 """
 
 import itertools
@@ -105,7 +106,7 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
 
 
 def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding]) -> list[str]:
-    """Returns the attention and block-sparse constructors that `mixers` name, with the scope of `old`."""
+    """Returns the attention and block-sparse constructors that `mixers` use, each with the scope of `old`."""
     decoder, known = _Decoder(old, bindings), ("attention", "block_sparse")
     parts = dict.fromkeys(part for binding in mixers for part in decoder.parts(binding))
     classes = [_CLASSES.get(part, part) for part in parts]
@@ -149,8 +150,8 @@ class _Decoder:
     def settings(self) -> Sequence[str] | ConfigProblem:
         """Removes an old binding of a part's settings, such as `s5 = …`, if `mixer` or `feed_forward` names the part.
 
-        `named` writes the settings there. Returns a problem if neither names the part, or if the binding is None but
-        the part is used.
+        `named` writes the settings there. A binding of None is removed if the part is not used, or a later binding
+        replaces it. Otherwise a problem is returned.
         """
         old, names = self._old, _FIELDS[self._old.parameter]
         if self._value(old) is not None:
@@ -163,7 +164,10 @@ class _Decoder:
         return self._still_used() if is_used else []
 
     def experts(self) -> Sequence[str] | ConfigProblem:
-        """Replaces the field `experts`, which was used in place of `feed_forward` unless that was set too."""
+        """Replaces the field `experts`, which was used in place of `feed_forward` unless that was set too.
+
+        Returns a problem if nothing can replace it.
+        """
         old, is_none = self._old, self._value(self._old) is None
         if self._is_named(("experts",)):
             return [] if not is_none or self._merged().get("experts") is not old else self._still_used()
@@ -200,10 +204,10 @@ class _Decoder:
         return f"@{_CLASSES[text]}()" if _CLASSES[text] else "None"
 
     def _ttt(self, name: str, added: list[str]) -> str:
-        """Returns a reference to the mixer with test-time training and the inner model that `name` says.
+        """Returns a reference to the mixer with test-time training (TTT); `name` says its inner model, linear or MLP.
 
-        The name counts even if settings name another inner model. The mixer gets a scope of its own if the settings
-        name an inner model, or if several names share the settings.
+        `name` decides, even if settings name another inner model. The mixer gets a scope of its own if settings name an
+        inner model, or if both names occur. Statements that the reference needs are appended to `added`.
         """
         inner, outside = name.removeprefix("ttt_"), self._old.scope
         named = {one for b in self._same for text in _texts(self._value(b)) for one in text.split("+")}

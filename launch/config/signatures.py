@@ -52,7 +52,7 @@ class Constructor:
 
     @cached_property
     def takes_any(self) -> bool:
-        """Returns whether the constructor accepts `**kwargs`."""
+        """Whether the constructor accepts `**kwargs`; True also if its signature is not known."""
         return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._signature.parameters.values())
 
     def hint(self, parameter: str) -> Any:

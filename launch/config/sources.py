@@ -54,7 +54,8 @@ class Reader:
     Attributes:
       sources: what was read, by its name in messages, in reading order.
       bindings: all bindings, in the order in which they apply.
-      problems: missing files and syntax errors.
+      problems: files that are missing or cannot be read, circular or forbidden includes, impossible imports, and syntax
+        errors.
       unclear: all words of statements with syntax errors, which may be names.
       complete: False if a missing file or a syntax error may hide imports, includes or left-hand sides.
     """
@@ -74,7 +75,7 @@ class Reader:
         return next(iter(self.sources))
 
     def file(self, path: Path, *, ancestors: tuple[str, ...] = ()) -> None:
-        """Reads a file that exists, unless it was read before."""
+        """Reads a file, unless it was read before. A file that cannot be read is added to the problems."""
         name = display(path)
         if name not in self.sources:
             try:
@@ -102,7 +103,7 @@ class Reader:
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
 
     def _importable(self, statements: list[Statement], *, file: str) -> list[Statement]:
-        """Returns the statements without imports that are impossible in this installation, which become problems."""
+        """Returns the statements without imports that are impossible in this installation; those become problems."""
         found = []
         for each in statements:
             if (
@@ -119,7 +120,8 @@ class Reader:
     def _parsed(self, text: str, *, file: str) -> list[Statement]:
         """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented.
 
-        If most pieces cannot be parsed, the text is not gin: one problem, and no statements.
+        If too many pieces cannot be parsed, the text is taken not to be gin: the result is one problem, and no
+        statements. More than _FEW_ERRORS are too many; in a .gin file, also more than there are statements.
         """
         try:
             return parse(text)
@@ -164,12 +166,12 @@ class Reader:
 
 
 def find(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the first file with this path in the folders; None: there is none. An absolute path is used as it is."""
+    """Returns the first file with this path in the folders, or None. An absolute path is used as it is."""
     return next((folder / path for folder in folders if (folder / path).is_file()), None)
 
 
 def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the existing gin file with the most similar path, to suggest for a missing one; None: none is similar."""
+    """Returns the gin file with the most similar path, to suggest for a missing one; None if no name is similar."""
     near = dict.fromkeys(place for folder in folders for place in (folder, (folder / path).parent))
     files = [*sorted((WORKSPACE / "gin").rglob("*.gin")), *(file for f in near for file in sorted(f.glob("*.gin")))]
     alike = [file for file in files if nearest(Path(path).stem, [file.stem])]

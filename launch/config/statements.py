@@ -45,7 +45,7 @@ class ConfigError(UserError):
     """A configuration with mistakes; the message lists them, at most MOST_SHOWN.
 
     Attributes:
-      problems: every mistake found, in the order in which the files were read.
+      problems: every mistake found.
     """
 
     def __init__(self, experiment: str, problems: Sequence[ConfigProblem]):
@@ -129,7 +129,7 @@ def is_flag(file: str) -> bool:
 
 
 def place(file: str, line: int) -> str:
-    """Returns `gin/x.gin:3`; the name alone for a flag, or for line 0, the whole file."""
+    """Returns `gin/x.gin:3`; only the name of a flag, or of a file if `line` is 0."""
     return file if is_flag(file) or not line else f"{file}:{line}"
 
 
@@ -146,7 +146,7 @@ def import_line(module: str, symbol: str = "") -> str:
 
 
 def symbol_for(module: str, taken: Container[str]) -> str:
-    """Returns the last part of a module's name, with a number if it is taken."""
+    """Returns the last part of a module's name, with the first number from 2 that makes it free if it is taken."""
     name = module.rpartition(".")[2]
     numbered = (f"{name}{number}" for number in itertools.count(2))
     return next(symbol for symbol in itertools.chain([name], numbered) if symbol not in taken)

@@ -23,7 +23,7 @@ class Answered(NamedTuple):
       question: the question.
       row: the arrays of the question's row in a batch, by name.
       chosen: [N] bool, whether each of the image's N patches was chosen.
-      ids: [T], the most likely next id at each of the row's T positions.
+      ids: [T], the most likely next id at each of the row's T positions, given the ids before it in the row.
       is_right: whether the answer is right.
     """
 
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
       run_dir: the run directory.
       loaded: the model.
       task: makes rows of questions.
-      batch_size: questions that are asked together.
+      batch_size: number of questions in a batch.
     """
 
     run_dir: str
@@ -68,7 +68,9 @@ class Asked(NamedTuple):
 
 
 def opened(args: argparse.Namespace, flag: str) -> Asked:
-    """Loads the run that the arguments of an evaluation name. `flag`, such as "--relevance", asked for the evaluation.
+    """Loads the run that the arguments of an evaluation name.
+
+    `flag`, such as "--relevance", is the flag that asked for the evaluation; messages name it.
 
     Raises:
       UserError: other flags exclude `flag`, the run cannot be loaded, it is not one of questions about images, or its

@@ -73,10 +73,10 @@ def require_benchmark(args: argparse.Namespace) -> int | None:
 
 
 def load(args: argparse.Namespace, **options: Any) -> TextScores:
-    """Loads the model that the arguments name, and prints where it was found.
+    """Loads the model that the arguments name, and prints on host 0 where it was found.
 
-    `options` are further arguments of `loaded_model.load`. Raises UserError if the model cannot be loaded, needs more
-    memory than this machine has, or has no vocabulary.
+    `options` are further arguments of `loaded_model.load`; `check_model` is set here. Raises UserError if the model
+    cannot be loaded, needs more memory than this machine has, or has no vocabulary.
     """
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
@@ -96,12 +96,12 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of a registered seqio task or mixture, by task and name.
+    """Returns the metrics of a registered seqio task or mixture: for the name of each task, the values by metric.
 
     All hosts call it; host 0 reads the data. `limit` is the most examples of each task; None: all.
 
     Raises:
-      UserError: on all hosts, if the model and the task do not have the same vocabulary, or a metric fails.
+      UserError: on all hosts, if the model has no vocabulary or another one than the task, or a metric fails.
     """
     from launch.runs.task_metrics import WAIT_SECONDS, Answers
     from tasks.text import seqio_metrics, seqio_tasks

@@ -3,8 +3,8 @@
 On a TPU slice, run it on every host: each runs this host's process of the evaluation. With --simulate it starts
 simulated hosts; elsewhere one process simulates the slice on the CPU.
 
-It scores all held-out data or a part: a subset of the puzzles, drawn with a seed, or the first rows of text. Every
-score is shown with a description of what was scored.
+It scores all held-out data or a part: a subset of the puzzles, drawn with a seed, or the first rows of text. The scores
+are shown with a description of what was scored.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 """`launch/run evaluate RUN --gates`: compares gates and controls on held-out chunks of a run that trains an adapter.
 
-For each chunk a gate chooses SKIP (keep the fast weights) or UPDATE (learn from the chunk). One pass computes both
-losses and the gates' signals of every chunk; then each gate decides about the same chunks. A control is another pass
-with the same parameters: without learning; with weights that are reset at every mini-batch; with weights that are
-read before they learn from the same token; or with the tokens of every chunk shuffled.
+The adapter has fast weights, which learn while it reads. For each chunk a gate chooses SKIP (keep the fast weights) or
+UPDATE (learn from the chunk). One pass computes the losses of both choices and the gates' signals for every chunk; then
+each gate decides about the same chunks. A control is another pass with the same parameters: without learning; with
+weights that are reset at every mini-batch; with weights that are read before they learn from the same token; or with
+the tokens of every chunk shuffled.
 
 It runs in one process, like the benchmarks.
 """
@@ -200,7 +201,7 @@ class _Report:
     def _gflops(self, rate: float, gate: Any) -> float:
         """Returns the forward GFLOPs of a chunk for a gate that updates the share `rate` of the chunks.
 
-        The layer counts for updated chunks alone, unless the gate runs it before every decision.
+        The adapter's layer counts for updated chunks alone, unless the gate runs it before every decision.
         """
         model = self._model
         reads = getattr(gate, "reads", "")
@@ -276,9 +277,9 @@ def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any
 
 
 def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Shuffles the target tokens within every chunk.
+    """Shuffles the target tokens within every chunk; only those with a weight above 0 move.
 
-    Each input is again the target before it, except the first input of each chunk, which is unchanged.
+    Each input becomes the shuffled target before it, except the first input of each chunk, which is unchanged.
     """
     targets, inputs = batch["targets"].copy(), batch["inputs"].copy()
     for row, weights in enumerate(batch["weights"]):

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads the problems, loads the model, and prints pass@k; --json also writes every completion. Returns 0.
 
-    Raises UserError without --allow-code, or if the problems, the model or the flags cannot be used, or programs cannot
+    Raises UserError without --allow-code, if the problems, the model or the flags cannot be used, or if programs cannot
     be confined on this machine.
     """
     limit = benchmarks.require_benchmark(args)

@@ -90,7 +90,7 @@ def _refusing(what: str) -> Iterator[None]:
 
 
 def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of each task and group by name, with their standard errors as `NAME_stderr`.
+    """Returns the metrics of each task and group by name, with standard errors, where known, as `NAME_stderr`.
 
     Args:
       tasks: from `find`.
@@ -109,7 +109,8 @@ def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Returns the metrics that are numbers, by name.
 
-    lm_eval's names are such as `acc,strict`, with a filter of the answers; the filter `none` is left out.
+    In lm_eval's names, such as `acc,strict`, the name of a filter of the answers follows the comma; the filter `none`
+    is left out of the name. Entries whose names have no comma are no metrics.
     """
     return {
         name.removesuffix(",none"): float(value)
@@ -158,6 +159,8 @@ def adapter(scores: TextScores) -> Any:
 
 def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a task's generation options to arguments of `TextScores.continued`.
+
+    Without options, a continuation is greedy and has at most USUAL_TOKENS tokens.
 
     Raises:
       UserError: an option is not known, or a value is malformed.

@@ -31,7 +31,7 @@ class Panel(NamedTuple):
 
     Attributes:
       image: [H, W, 3] uint8.
-      chosen: [N] bool, whether each patch was chosen.
+      chosen: [N] bool, whether each of the image's N patches was chosen.
       lines: the lines of text below the image.
     """
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the sheet to the run directory. Returns 0.
+    """Writes the sheet to RUN/evaluation/pictures.png, RUN being the run directory. Returns 0.
 
     Raises UserError if other flags exclude --pictures, the run cannot be loaded or is not one of questions about
     images, or its data are missing.
@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
-    """Yields at most QUESTIONS questions about each of the first IMAGES images, varying their cells and kinds."""
+    """Yields at most QUESTIONS questions about each of the first IMAGES images.
+
+    It prefers questions about other cells of the image, then those of other kinds, than the questions already taken.
+    """
     by_image: dict[str, list[Question]] = {}
     for question in questions:
         by_image.setdefault(question.image, []).append(question)
@@ -115,7 +118,10 @@ def sheet(rows: Sequence[Sequence[Panel]]) -> bytes:
 
 
 def shaded(panel: Panel) -> np.ndarray:
-    """Returns the image with the patches that were not chosen made pale, [H, W, 3] uint8."""
+    """Returns the image, [H, W, 3] uint8, with the patches that were not chosen made pale.
+
+    Image and patches are square.
+    """
     side = round(len(panel.chosen) ** 0.5)
     patch = len(panel.image) // side
     seen = np.kron(panel.chosen.reshape(side, side), np.ones((patch, patch), bool))[..., None]

@@ -1,8 +1,9 @@
 """`launch/run evaluate RUN --relevance`: measures whether a selector looks where questions point.
 
-The data say which cells of an image each question is about (`tasks.vision.question_lines`). For each kind of question,
-the table shows the share of right answers, and of the chosen patches that lie in these cells. It also shows how many
-patches are chosen for both of two questions about one image without a common cell, which should be few.
+A selector chooses the patches of an image that the model reads. The data say which cells of an image each question is
+about (`tasks.vision.question_lines`). For each kind of question, the table shows the share of right answers, and the
+share of the chosen patches that lie in these cells. If two questions about one image have no cell in common, few
+patches should be chosen for both; the mean share of such patches is printed, too.
 """
 
 import argparse
