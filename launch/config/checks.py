@@ -72,7 +72,7 @@ class Configuration:
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
-        """Returns the bindings, by parameter, that a constructor has in a scope; inner scopes override outer ones."""
+        """Returns a constructor's bindings that apply in a scope, by parameter; inner scopes override outer ones."""
         outer = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
         found = [b for b in self._by_node.get(node, ()) if b.scope in outer]
         return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}

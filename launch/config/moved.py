@@ -230,7 +230,7 @@ class _Spelling:
         )
 
     def _imports(self, file: str) -> list[ImportStatement]:
-        """Returns the imports of a file, without those whose names all moved, and with those that new names need."""
+        """Returns the imports of a file: without those whose names have all moved, with those that new names need."""
         found = []
         for statement in self._read[file].imports:
             symbol = statement.bound_name()
