@@ -1,8 +1,8 @@
 """Cuts long rows into chunks, one chunk per training step, for models that keep states from step to step.
 
-If row r of a batch is chunk k of a long row, then in the next step it is chunk k + 1 of the same row, and after the
-last chunk it is the first chunk of the next long row. Positions and segments are those of the long row, so a chunk's
-first position is 0 only if a segment begins there:
+If row r of a batch is chunk k of a long row, then row r of the next batch is chunk k + 1. After the last chunk, it is
+the first chunk of the next long row. Positions and segments are those of the long row, so a chunk's first position is 0
+only if a segment begins there:
 
     long row, positions   0 1 2 3 4 5 0 1 2 3 4 5      step   1: 0 1 2    2: 3 4 5    3: 0 1 2    4: 3 4 5
 
@@ -49,7 +49,10 @@ class ChunkedTask:
         return ChunkedTask(whole, length)
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a batch of chunks. Raises UserError if rows do not divide into two or more chunks."""
+        """Returns the fields of a batch of chunks.
+
+        Raises UserError if rows do not divide into two or more chunks, or `length` is not the second axis of a field.
+        """
         whole = self.whole.spec(batch_size)
         if (length := row_length(whole)) % self.length or length == self.length:
             raise UserError(

@@ -98,7 +98,7 @@ def rows(*, kind: str, length: int, num_streams: int, values: int = 16, items: i
       kind: "retrieval", "recall" or "selective_copy".
       length: tokens per row; at least 4 for `retrieval`, 4 x items for `recall`, 2 x items + 1 for `selective_copy`.
       num_streams: number of data streams; must divide the batch size.
-      values: number of different values, and of different keys.
+      values: number of different values, and in `recall` of different keys.
       items: number of pairs in `recall`, at most `values`, or of values in `selective_copy`; not used by `retrieval`.
 
     Raises:

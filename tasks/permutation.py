@@ -1,7 +1,7 @@
 """Computes keyed permutations of 0 … n-1 at single places, without any library's random numbers.
 
-A balanced Feistel network permutes the numbers of an even number of bits; numbers outside of 0 … n-1 are permuted again
-until they are inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+A balanced Feistel network permutes 0 … 2^(2b)-1. A result of n or more is permuted again until it is below n (cycle
+walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 """
 
 import hashlib

@@ -50,12 +50,12 @@ class SampledTask(Task, abc.ABC):
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
         """Returns an endless iterator of batches.
 
-        Raises UserError if the streams do not divide the batch; the iterator, if a row does not fit `spec`.
+        Raises UserError if the streams do not divide the batch. The iterator raises it if a row does not fit `spec`.
         """
         return self._batches(layout, (_TRAIN, seed))
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns an endless iterator of batches, which are the same at every call and differ from training batches.
+        """Returns an endless iterator of batches, the same at every call and drawn independently of training batches.
 
         Raises UserError as `train`.
         """

@@ -1,8 +1,9 @@
 """Assembles the rows of one host's batches from data streams.
 
-The input is a fixed number of streams that do not depend on the number of hosts. Row r of the global batch always comes
-from stream r // (batch_size // num_streams), at a fixed place in it. A host opens the streams of its rows and keeps
-only those rows. So any number of hosts read the same global batches, and a run can resume on another number of hosts.
+`StreamBatches` reads a fixed number of streams that do not depend on the number of hosts. Row r of the global batch
+always comes from stream r // (batch_size // num_streams), at a fixed place in it. A host opens the streams of its rows
+and keeps only those rows. So any number of hosts read the same global batches, and a run can resume on another number
+of hosts.
 
 B: rows of the global batch. R: rows of one stream in it. T: tokens per row.
 """
@@ -87,7 +88,8 @@ class StreamBatches(Batches):
         position with another identity is an error.
 
     Raises:
-      UserError: the streams do not divide the batch, or the layout has no rows, or rows outside the batch.
+      UserError: the streams do not divide the batch, or the layout is invalid: it has no rows, rows outside the batch,
+        or owned rows that are not among its rows.
     """
 
     def __init__(
@@ -131,8 +133,8 @@ class StreamBatches(Batches):
         """Continues every stream at its position.
 
         Raises:
-          UserError: `state` has no position for a stream of this host, or the position was saved with other data or
-            another length, batch size or seed.
+          UserError: `state` has no position for a stream of this host, or a position is malformed or was saved with
+            another identity, such as other data or another length, batch size or seed.
         """
         missing = [stream_name(index) for index in self._streams if stream_name(index) not in state]
         if missing:
@@ -150,7 +152,7 @@ class PassBatches(Batches):
     """Implements `core.types.Batches`: reads a split once, as one stream, and ends.
 
     Row r of the split is row r % B of batch r // B on any number of hosts, because each host reads all rows and keeps
-    its own. The last batch is filled with zeros, which means weight 0 and segment 0.
+    its own. Rows of zeros, with weight 0 and segment 0, fill the last batch.
     """
 
     def __init__(self, layout: DataLayout, *, spec: BatchSpec, stream: Stream) -> None:
@@ -162,7 +164,8 @@ class PassBatches(Batches):
           stream: a finite stream with one row per element.
 
         Raises:
-          UserError: the layout has no rows, or rows outside the batch.
+          UserError: the layout is invalid: it has no rows, rows outside the batch, or owned rows that are not among its
+            rows.
         """
         _check_layout(layout)
         self._layout, self._spec, self._stream = layout, spec, stream
@@ -245,7 +248,7 @@ def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
 
 
 def difference(name: str, *, now: Any, was: Any) -> str:
-    """Describes a changed setting on which saved data positions depend; hashes are shortened to 8 digits."""
+    """Describes a changed setting on which saved data positions depend; shortens the hashes of vocabularies."""
     if name == "vocabulary":
         now, was = (str(value or "none")[:8] for value in (now, was))
         return f"the vocabulary is another one (hash {now}, was {was})"

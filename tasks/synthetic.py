@@ -1,4 +1,4 @@
-"""Generates random tokens for rehearsals, measurements of speed, and tests.
+"""Generates random tokens for smoke runs, measurements of speed, and tests.
 
 The tokens are uniform, so the best possible loss is ln(vocab_size - 1) nats per token.
 """
@@ -18,7 +18,7 @@ from tasks.text import vocabularies
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticTask(SampledTask):
-    """A `core.types.Task` of random tokens, with the batch fields of `text.TextTask` and one segment per row."""
+    """A `core.types.Task` of random tokens, with the fields of `streams.batch_spec` and one segment per row."""
 
     vocab_size: int
     length: int
@@ -53,7 +53,7 @@ class SyntheticTask(SampledTask):
         return f"synthetic.random_tokens: ids below {self.vocab_size}, length {self.length}, {streams}"
 
     def fingerprint(self) -> str:
-        """Returns a hash, equal on all hosts that read the same data."""
+        """Returns a hash of the vocabulary size."""
         return self.vocabulary.hash
 
 

@@ -1,7 +1,7 @@
-"""Writes a folder whose files appear all at once.
+"""Writes a folder that readers see only when it is complete.
 
-Files are written to a temporary folder, which is renamed to the target when complete. A bucket has no atomic rename;
-there the file that marks a complete folder is uploaded last.
+Files are written to a temporary folder, which is renamed to the target when complete. A bucket has no atomic rename, so
+there the files are uploaded one by one, and last the file whose presence marks a complete folder.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from core.files import paths
 
 
 def check_free(directory: str) -> None:
-    """Raises UserError if the directory is not empty or cannot be written."""
+    """Raises UserError if `directory` is a file, is not empty, or cannot be written."""
     target = paths.resolve(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{str(directory)!r} exists and is not empty: name a new folder, or remove it first")
@@ -25,14 +25,14 @@ def check_free(directory: str) -> None:
 
 @contextlib.contextmanager
 def appearing(directory: str, *, last: str) -> Iterator[pathlib.Path]:
-    """Yields a local folder; its files appear in `directory` when the block ends, or not at all if the block raises.
+    """Yields a local folder whose files are moved to `directory` when the `with` block ends, but not if it raises.
 
     Args:
       directory: local or gs://; must be empty or not exist.
-      last: name of the file that marks a complete folder.
+      last: name of the file that marks a complete folder; uploaded to a bucket after all others.
 
     Raises:
-      UserError: the directory is not empty, at the beginning or at the end, or cannot be written.
+      UserError: the directory is not empty when the block begins (or, if local, when it ends), or cannot be written.
     """
     check_free(directory)
     target = paths.resolve(directory)

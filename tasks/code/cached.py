@@ -158,7 +158,7 @@ def write(
     Args:
       folder: the folder to write, which is created.
       task: the task whose rows are written.
-      hidden: computes the hidden states [rows, T, D] of a batch.
+      hidden: computes the hidden states [rows, T, D] of a batch, which are stored in float16.
       limits: maximum number of rows, for each of the three splits.
       rows: rows per batch.
       model: what determines the hidden states, as JSON values: `base` describes the model, `checksum` is that of its
@@ -168,7 +168,7 @@ def write(
       After every batch: the split, its rows done, and its rows in total.
 
     Raises:
-      UserError: the folder was begun with another task, model or other limits.
+      UserError: the folder was begun with another task, model or other limits; or a split of the task has no rows.
     """
     begun = {"length": task.length, "fingerprint": task.fingerprint(), "model": model}
     _begin(folder, {**begun, "limits": dict(limits)})

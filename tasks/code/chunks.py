@@ -3,12 +3,12 @@
 A file becomes ids and an end-of-document id, and is cut into rows of T ids. The last row is padded, or left out if it
 has fewer than `least_tokens` ids. The inputs are the preceding ids; a file's first input is the begin-of-text id.
 
-    files.py      `code_files`: files of a language, split by package, without text of evaluation sets
+    files.py      `code_files`: files of some languages, split by package
     cached.py     `cached_hidden`: the same rows with the hidden states of a frozen model, computed in advance
 
-Training visits every row once per epoch, in an order that depends on the seed and the epoch. An evaluation visits the
-held-out rows once, in one fixed random order, so that its first rows are a sample of all. In both, row k of the order
-belongs to stream k modulo the number of streams.
+Training visits every row once per epoch, in an order that depends on the seed and the epoch. Evaluations visit the
+held-out rows in one fixed random order, each row at most once, so that the first rows are a sample of all. In both, row
+k of the order belongs to stream k modulo the number of streams.
 
 T: positions per row.
 """

@@ -1,6 +1,6 @@
 """Runs one untrusted Python program in a confined process; `sandbox.run` runs this module as a script.
 
-The process limits its own time and memory. Then it irrevocably gives up opening files other than those of Python, its
+The process limits its CPU time and memory. Then it irrevocably gives up opening files other than those of Python, its
 installed packages and the system's libraries (Landlock, `man 7 landlock`), and all system calls that are not on a list
 (seccomp, `man 2 seccomp`). It can compute and write to one pipe. It cannot create a process or a thread, send a
 signal, open a socket, or create, write, rename or remove a file; such calls fail with EPERM. It can see by `stat`
@@ -61,7 +61,7 @@ def _program() -> bytes:
 
 
 def _confine() -> None:
-    """Gives up opening files that programs do not import, and all system calls that the filter refuses.
+    """Gives up opening files outside the folders that programs import from, and system calls that are not `_ALLOWED`.
 
     Raises:
       OSError: the kernel cannot confine the process.
@@ -79,7 +79,7 @@ def _confine() -> None:
 
 
 def _restrict_reading(libc: ctypes.CDLL) -> None:
-    """Gives up opening all files except those that programs import. Raises OSError if the kernel refuses."""
+    """Gives up opening files outside the folders that programs import from. Raises OSError if Landlock fails."""
     handled = ctypes.c_uint64(_ALL_ACCESS)
     rules = _checked(libc.syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0), "Landlock")
     packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -1,7 +1,8 @@
-"""A task of source code files: by language, split by package, without those that share text with an evaluation set.
+"""A task of source code files in some languages; training files that share text with evaluation sets can be left out.
 
-Copies of a file are mostly in the same package, so each package belongs to one split, chosen by the hash of its name:
-the first folder below the common folder of all files, or the name of a file without such a folder.
+Copies of a file are mostly in the same package, so each package belongs to one split, chosen by the hash of its name. A
+file's package is the first folder in its path below the common folder of all files, or without such a folder the file
+itself.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class CodeFiles(chunks.ChunkTask):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (the task lives as long as the process)
     def fingerprint(self) -> str:
-        """Returns a hash of the names, sizes and content of the files, and of what decides the rows of each split.
+        """Returns a hash of the files (names, sizes and content) and of settings that decide which rows a split has.
 
-        That is the vocabulary, `held_out_percent`, `least_tokens`, and the excluded texts.
+        These are the vocabulary, `held_out_percent`, `least_tokens`, and the excluded texts.
         """
         listing = [(file.name, file.size_bytes) for file in self._listed]
         excluded = self._excluded.digest if self._excluded else ""
@@ -201,7 +202,8 @@ def code_files(
 
     Args:
       files: one or more patterns (`/code/**/*.js`, gs://); None: Python's standard library without its tests.
-      languages: some of `LANGUAGES`; files with other endings, or over 1 MiB, are left out.
+      languages: some of `LANGUAGES`; files with other endings, or over 1 MiB, are left out. Not used without
+        `files`.
       length: tokens per row.
       num_streams: number of data streams; must divide the batch size.
       vocabulary: converts text to ids; default: bytes.

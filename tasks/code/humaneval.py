@@ -1,7 +1,8 @@
 """Scores a model on HumanEval: how many problems it solves by writing a function that passes unit tests.
 
 Chen et al. 2021, "Evaluating Large Language Models Trained on Code". The model continues the beginning of a function.
-The continuation is cut before the next top-level statement, and the problem's tests run in `sandbox`.
+The continuation is cut before the first of `STOPS`, where another top-level statement begins, and the problem's tests
+run in `sandbox`.
 """
 
 import json
@@ -87,12 +88,12 @@ def score(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, 
     """Runs the problems' tests on completions.
 
     Args:
-      problems: P problems.
-      completions: [P * n], first the n completions of the first problem.
+      problems: P problems, at least one.
+      completions: P * n texts, first the n completions of the first problem.
 
     Returns:
-      `evaluated_on`, a description; `pass_at`, pass@k by k; and `samples`, a dict for each completion with its
-        outcome.
+      `evaluated_on`, a description; `pass_at`, pass@k for each k of `KS` up to n; and `samples`, a dict for each
+        completion with its outcome.
 
     Raises:
       UserError: programs cannot be confined on this machine.

@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     """The limits of a program.
 
     Attributes:
-      seconds: wall time from when the interpreter is ready, and also a limit of CPU time.
+      seconds: wall time from when the interpreter is ready; CPU time is limited to about as much.
       memory_bytes: limit of the address space, including the interpreter's.
     """
 
@@ -55,7 +55,7 @@ def run(code: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 (immutab
     Raises:
       UserError: its process did not start or could not be confined; the program was not run.
     """
-    token = secrets.token_hex(16)  # the program does not know it, so it cannot pretend to have passed
+    token = secrets.token_hex(16)  # a program that ends early has not written it
     command = [sys.executable, "-I", "-B", _SCRIPT]
     pipe = subprocess.PIPE
     pipes: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "bufsize": 0}

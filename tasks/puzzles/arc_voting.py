@@ -1,7 +1,7 @@
 """Scores a model on ARC by voting over its answers to many variants of each puzzle.
 
 The answer to a variant is converted back to the puzzle, and counts as a vote for the resulting grid. `count_votes`
-counts the votes of one checkpoint, and `merged` adds those of several checkpoints; a report must say which it scores.
+counts the votes of one checkpoint, and `merged` adds those of several checkpoints.
 
 Candidates are ranked by number of votes, then by the model's mean confidence sigmoid(q_halt).
 """
@@ -118,7 +118,7 @@ def read_judge(directory: str) -> Judge | None:
     """Returns the judge of the dataset in a folder; None if it is not an ARC dataset (has no test_puzzles.json).
 
     Raises:
-      UserError: test_puzzles.json is damaged or empty, or the dataset is incomplete.
+      UserError: test_puzzles.json is damaged or empty, or the dataset is incomplete or its dataset.json damaged.
     """
     file = paths.resolve(directory) / arc_sets.TEST_PUZZLES
     if not file.exists():
@@ -161,7 +161,7 @@ def merged(*several: Votes) -> Votes:
 
 
 def ranked(candidates: Mapping[Grid, Support]) -> list[Grid]:
-    """Sorts candidates, best first; ties are broken by the grid itself, so the order of rows has no effect."""
+    """Sorts candidates by votes, then mean confidence, best first; the grids themselves break ties."""
     return sorted(candidates, key=lambda g: (-candidates[g].votes, -candidates[g].confidence / candidates[g].votes, g))
 
 

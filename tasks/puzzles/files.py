@@ -7,8 +7,8 @@
     DIR/{train,test}/all__group_indices.npy   [G + 1]            group g has puzzles [g] to [g + 1]
     DIR/{train,test}/all__puzzle_identifiers.npy  [P]            row of puzzle p in a model's puzzle embedding table
 
-A group is a puzzle with its augmentations; a puzzle has one example or (ARC) several. Every rule of the format is
-checked, because a model would train on inconsistent data without an error.
+A group is a puzzle with its augmentations; a puzzle has one example or (ARC) several. `read_split` checks that the
+files agree, because a model would train on inconsistent data without an error.
 """
 
 import dataclasses
@@ -78,15 +78,15 @@ class Split(NamedTuple):
 
 
 def total_steps(metadata: Metadata, *, epochs: int, batch_size: int) -> int:
-    """Converts epochs to optimizer steps; an epoch visits every group once.
+    """Converts epochs, each of which visits every group once, to optimizer steps, rounded down.
 
-    For example, 50,000 epochs over 1,000 puzzles in batches of 768 are 65,104 steps, for any number of augmentations.
+    For example, 50,000 epochs of 1,000 groups in batches of 768 are 65,104 steps if each puzzle has one example.
     """
     return int(epochs * metadata.total_groups * metadata.mean_puzzle_examples / batch_size)
 
 
 def is_dataset(directory: str) -> bool:
-    """Returns whether the directory has a complete dataset."""
+    """Returns whether the directory has the file identifiers.json, which marks a complete dataset."""
     return (paths.resolve(directory) / IDENTIFIERS).exists()
 
 
@@ -121,15 +121,15 @@ def read_metadata(directory: str, split: str) -> Metadata:
 
 
 def read_identifiers(directory: str) -> list[str]:
-    """Returns the names of puzzles, indexed by id. Raises FileNotFoundError if the dataset is not complete."""
+    """Returns the names of puzzles, indexed by id. Raises FileNotFoundError if identifiers.json does not exist."""
     return json.loads((paths.resolve(directory) / IDENTIFIERS).read_text())
 
 
 def read_split(directory: str, split: str) -> Split:
-    """Reads one split and checks every rule of the format; local arrays are memory-mapped.
+    """Reads one split and checks it against the format above; local arrays are memory-mapped.
 
     Raises:
-      UserError: a file breaks a rule; the message names it.
+      UserError: a file is missing, damaged, or does not fit the others; the message names it.
     """
     metadata = read_metadata(directory, split)
     folder = paths.resolve(directory) / split
@@ -149,7 +149,7 @@ def read_group_indices(directory: str, split: str) -> np.ndarray:
 def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns the first example's tokens and labels, [S] each, and the number of examples; reads nothing else.
 
-    Raises UserError if a file is no .npy file.
+    Raises UserError if a file is no .npy file, and FileNotFoundError if it does not exist.
     """
     folder, rows = paths.resolve(directory) / split, []
     for name in ("inputs", "labels"):
@@ -163,8 +163,7 @@ def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]
 class Cut(NamedTuple):
     """Selects a part of a split: the first puzzles, and the first augmentations of each.
 
-    A smaller build with the same seed is a prefix of a larger one, so one large dataset serves experiments on the
-    amount of data.
+    One large dataset thus serves experiments on the amount of data.
 
     Attributes:
       puzzles: number of groups; None: all.
@@ -188,7 +187,7 @@ class Cut(NamedTuple):
         )
 
     def of(self, split: Split) -> Split:
-        """Returns the selected part of a split; copies the arrays unless it is a prefix of them."""
+        """Returns the selected part of a split; inputs and labels are copied unless the part is a prefix of them."""
         if self == Cut():
             return split
         first, after = (np.asarray(a, np.int64) for a in (split.group_indices[:-1], split.group_indices[1:]))
@@ -223,7 +222,7 @@ def _ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(splits: Iterable[Split]) -> str:
-    """Returns a hash of the metadata, the index arrays, and about 1,000 examples spread over each split."""
+    """Returns a hash of the metadata, the index arrays, and at most 2,000 examples spread over each split."""
     digest = hashlib.sha256()
     for found in splits:
         digest.update(json.dumps(dataclasses.asdict(found.metadata), sort_keys=True).encode())
@@ -323,6 +322,6 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Serializes a value as JSON; equal values give equal bytes."""
+    """Returns a value as indented JSON with a final newline; keys of a mapping or dataclass are sorted."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     return json.dumps(plain, indent=1, sort_keys=isinstance(plain, Mapping)) + "\n"

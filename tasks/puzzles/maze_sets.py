@@ -24,12 +24,12 @@ class MazeSet:
 
     Attributes:
       size: N, rows and columns, from 5 to 100.
-      num_train: number of training mazes, each a group; None: all of the CSV file.
-      num_test: number of held-out mazes; None: all of the CSV file.
+      num_train: number of training mazes, each a group; None: all different ones of the CSV file.
+      num_test: number of held-out mazes; None: all different ones of the CSV file.
       min_path: generated shortest paths have more steps than this; None: 110 for 30 x 30, proportional to the area.
       augment: whether training mazes appear in all eight orientations.
       csv: folder with train.csv and test.csv (columns source, question, answer, rating); "": mazes are generated.
-      seed: seed of the generator.
+      seed: seed of the generator, or of the choice from a CSV file.
 
     Raises:
       UserError: a number is out of range, or a number of mazes is None without `csv`.
@@ -66,7 +66,7 @@ class MazeSet:
         return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters, as a dict of JSON values."""
+        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
         return {"kind": "maze", **dataclasses.asdict(self), "min_path": None if self.csv else self.exceeds}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
@@ -77,7 +77,8 @@ class MazeSet:
           report: called with the number of mazes done and in total.
 
         Raises:
-          UserError: the directory is not empty, a CSV file is invalid, or there are not enough different mazes.
+          UserError: the directory is not empty or cannot be written, a CSV file is invalid, or there are not enough
+            different mazes.
         """
         seen: set[bytes] = set()
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
@@ -114,9 +115,9 @@ class MazeSet:
             yield maze
 
     def _from_csv(self, name: str, key: int, count: int | None, seen: set[bytes]) -> list[Maze]:
-        """Returns `count` random mazes (None: all) of the CSV file `name` that are not in `seen`, in the file's order.
+        """Returns `count` random mazes (None: all) of `name`.csv that are not in `seen`, in the file's order.
 
-        Raises UserError if the file has fewer of them.
+        Raises UserError if the file has fewer than `count`, or none.
         """
         file = paths.resolve(self.csv) / f"{name}.csv"
         every = [_parsed(row, f"{file}, line {number}", self.size) for number, row in benchmarks.rows(file)]

@@ -1,7 +1,7 @@
 """Generates and solves mazes.
 
 A maze starts as a random tree of corridors between rooms on every other cell. Then a few walls between corridors are
-removed, so that there is more than one path. Among equally short paths, the label is the one that a breadth-first
+removed, so that there can be more than one path. Among equally short paths, the label is the one that a breadth-first
 search from S finds if it visits neighbors in the order down, left, right, up: a rule that a model can learn. (A rotated
 or mirrored maze keeps its path, which may then break the rule.)
 
@@ -24,7 +24,7 @@ Cell = tuple[int, int]
 
 
 class Maze(NamedTuple):
-    """The tokens [N, N] without (`grid`) and with (`solved`) the shortest path, and its length in steps."""
+    """The tokens [N, N] without (`grid`) and with (`solved`) a shortest path, and its length in steps."""
 
     grid: np.ndarray
     solved: np.ndarray
@@ -35,7 +35,8 @@ def search(is_open: np.ndarray, start: Cell) -> tuple[np.ndarray, dict[Cell, Cel
     """Runs breadth-first search over open cells [N, M], visiting neighbors in the order down, left, right, up.
 
     Returns:
-      The number of steps from `start`, [N, M], with -1 for unreachable cells; and the predecessor of each reached cell.
+      The number of steps from `start`, [N, M], with -1 for unreachable cells; and the predecessor of each reached cell
+        other than `start`.
     """
     steps = np.full(is_open.shape, -1)
     steps[start] = 0
@@ -60,7 +61,7 @@ def _cell(place: np.ndarray) -> Cell:
 
 
 def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the maze with its shortest path marked, and the number of steps of the path.
+    """Returns the maze with a shortest path marked between S and G, and the number of steps of the path.
 
     Raises:
       UserError: the maze does not have exactly one S and one G, or no path connects them.

@@ -64,7 +64,7 @@ class Shuffled:
           epochs: permutations per iteration; None: `epochs_per_iteration`.
 
         Raises:
-          UserError: an iteration has fewer than B examples.
+          UserError: an iteration could have fewer than B examples.
         """
         self._batch_size, self._seed = batch_size, seed
         self._groups, self._puzzles = np.array(split.group_indices), np.array(split.puzzle_indices)
@@ -140,7 +140,7 @@ class InOrder:
     """Yields every selected example once, in ascending order, for evaluation; FILLER rows fill the last batch."""
 
     def __init__(self, split: Split, *, batch_size: int, subset: int | None = None, seed: int = 0):
-        """Selects all examples, or `subset` of them drawn with `seed`."""
+        """Selects the examples: `subset` of them, drawn with `seed`; all if `subset` is None or larger."""
         count = split.num_examples
         chosen = np.arange(count)
         if subset is not None and subset < count:

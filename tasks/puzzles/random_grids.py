@@ -1,4 +1,4 @@
-"""Makes random grids with the shapes of puzzles, for rehearsals without a dataset."""
+"""Makes random grids with the shapes of puzzles, for smoke runs without a dataset."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """Generates Sudoku puzzles, applies symmetries, and detects symmetric copies.
 
 Two puzzles are copies if a symmetry turns one into the other: permuting digits, rows, columns, bands or stacks, and
-transposing if boxes are square. A model trained with these symmetries has seen every copy of a training puzzle, so no
-held-out puzzle may be one. `signatures` gives all copies of a puzzle the same number. Different signatures prove that
-two puzzles are not copies; equal signatures only suggest that they are, and then the puzzle is left out.
+transposing if boxes are square. A model trained with these symmetries may have seen any copy of a training puzzle, so
+no held-out puzzle may be one. `signatures` gives all copies of a puzzle the same number. Different signatures prove
+that two puzzles are not copies; equal signatures only suggest that they are.
 
 N: digits. C = N * N: cells. n: puzzles. A grid is [C], 0 for blank.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from tasks.puzzles import sudoku_solver
 from tasks.puzzles.sudoku_solver import BOXES, Search
 
-CLUES = {4: (4, 8), 6: (8, 14), 9: (22, 32)}  # by size: minimum and maximum number of clues of a generated puzzle
+CLUES = {4: (4, 8), 6: (8, 14), 9: (22, 32)}  # by size: minimum and maximum of the number of clues that is aimed at
 _ROUNDS = 4  # refinement rounds of a signature
 
 
@@ -66,12 +66,12 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
     """Generates a puzzle with exactly one solution.
 
     Clues are removed from a solved grid in random order, except those without which there would be a second solution.
-    This stops at a number of clues drawn uniformly from `clues`, or earlier if no other clue can be removed.
+    This stops at a number of clues drawn uniformly from `clues`, or at more if no other clue can be removed.
 
     Args:
       rng: source of randomness.
       size: rows and columns of the grid: 4, 6 or 9.
-      clues: minimum and maximum number of clues; None: `CLUES[size]`.
+      clues: minimum and maximum of the number drawn; None: `CLUES[size]`.
 
     Raises:
       UserError: the size is not 4, 6 or 9.
@@ -119,9 +119,9 @@ def _may_go(grid: list[int], cell: int, size: int) -> bool:
 def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
     """Returns a number for each grid, uint64 [n], given grids [n, C]; symmetric copies have equal numbers.
 
-    This is color refinement: each round recomputes the color of a cell from the sums of the colors in its row,
-    column and box and of the clues with its digit, which depend neither on the names of digits nor on any order. The
-    signature is the sum of all colors. If boxes are square, rows and columns are treated alike.
+    This is color refinement: each round recomputes the color of a cell from its color and the sums of the colors in its
+    row, column and box and of the clues with its digit. These depend neither on the names of digits nor on any order.
+    The signature is the sum of all colors. If boxes are square, rows and columns are treated alike.
     """
     rows, columns = BOXES[size]
     given = grids.reshape(-1, size, size).astype(np.int64)  # [n, N, N]

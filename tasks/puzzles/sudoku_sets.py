@@ -32,12 +32,13 @@ class SudokuSet:
     Attributes:
       size: 4, 6 or 9.
       num_train: number of training puzzles, each a group.
-      num_test: number of held-out puzzles; None: all of the CSV file.
+      num_test: number of held-out puzzles; None: all of the CSV file with a sufficient rating.
       num_aug: number of symmetric copies added to each training puzzle.
-      clues: minimum and maximum number of clues of a generated puzzle; None: a default for each size.
+      clues: minimum and maximum of the number of clues that `sudoku_puzzles.generate` aims at; None: a default for each
+        size.
       csv: folder with train.csv and test.csv (columns source, question, answer, rating); "": puzzles are generated.
       min_rating: puzzles with a lower rating are left out.
-      seed: seed of the generator.
+      seed: seed of the generator, of the choice from CSV files, and of the symmetric copies.
 
     Raises:
       UserError: a number is out of range, `num_test` is None without `csv`, or `size` is not 9 with `csv`.
@@ -76,7 +77,7 @@ class SudokuSet:
         return self.size**2
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters, as a dict of JSON values."""
+        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
         clues = None if self.csv else list(self.clues or CLUES[self.size])
         return {"kind": "sudoku", **dataclasses.asdict(self), "clues": clues}
 
@@ -88,7 +89,8 @@ class SudokuSet:
           report: called with the number of steps done and in total; the total is None while CSV files are read.
 
         Raises:
-          UserError: the directory is not empty, a CSV file is invalid, or there are not enough different puzzles.
+          UserError: the directory is not empty or cannot be written, a CSV file is invalid, or there are not enough
+            different puzzles.
         """
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
             found = 0 if self.csv else (self.num_test or 0) + self.num_train
@@ -136,7 +138,7 @@ class SudokuSet:
     def _generated(
         self, rng: np.random.Generator, count: int, *, taken: set[int], report: Callable[[int], None]
     ) -> list[Puzzle]:
-        """Returns `count` different puzzles with signatures not in `taken`.
+        """Returns `count` different puzzles with a rating of at least `min_rating` and signatures not in `taken`.
 
         If `taken` is empty (for held-out puzzles), their signatures also differ from one another.
 
@@ -172,10 +174,10 @@ class SudokuSet:
     ) -> list[Puzzle]:
         """Returns `count` random puzzles (None: all) of a CSV file with signatures not in `taken`.
 
-        The file is read twice, to select lines by rating before parsing them.
+        The file is read twice: lines of at least `min_rating` are selected, then some more than `count` are parsed.
 
         Raises:
-          UserError: a selected line is invalid, or the file has fewer such puzzles.
+          UserError: a parsed line is invalid, or too few of the parsed lines have new signatures.
         """
         file = paths.resolve(self.csv) / f"{split}.csv"
 

@@ -64,8 +64,8 @@ def shape(size: int) -> Shape:
 class Search:
     """A depth-first search for the solutions of one grid.
 
-    It fills cells that have one candidate and units that have one place for a digit. If neither exists, it tries the
-    candidates of a cell with the fewest (the first such cell, digits ascending).
+    It fills cells that have one candidate and units that have one place for a digit. If neither exists, it takes the
+    first cell with the fewest candidates, and tries them in ascending order unless `shuffled` is given.
 
     Attributes:
       solutions: the solutions found, each with one bit mask per digit.
@@ -81,10 +81,10 @@ class Search:
         self._all = (1 << of.cells) - 1
 
     def run(self, places: list[int], placed: int = 0) -> bool:
-        """Searches for solutions within `places` (per digit, the bit mask of its candidate cells).
+        """Searches for solutions, and appends them to `solutions`.
 
         Args:
-          places: the candidates.
+          places: per digit, the bit mask of its candidate cells.
           placed: bit mask of the cells that are already filled.
 
         Returns:
@@ -113,7 +113,7 @@ class Search:
         return found
 
     def _fill(self, places: list[int], placed: int) -> int:
-        """Fills all forced cells in place; returns the mask of filled cells, or -1 if there is no solution."""
+        """Fills all forced cells in `places`; returns the mask of filled cells, or -1 if a contradiction is found."""
         while True:
             once = twice = 0
             for p in places:

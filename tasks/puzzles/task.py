@@ -1,7 +1,7 @@
 """The puzzle task: reads batches from a dataset on disk, or from one that the run builds before its first step.
 
 The whole global batch is one stream (`tasks.streams`), a pure function of the dataset, the seed and a position. Any
-number of hosts therefore reads the same batches, and only host 0 saves the position.
+number of hosts therefore reads the same batches, and one host saves the position for all.
 
 B: rows. S: tokens per puzzle.
 """
@@ -49,7 +49,7 @@ class Recipe(Protocol):
         """Number of training puzzles; None: all."""
 
     def about(self) -> dict[str, Any]:
-        """Returns the parameters, as a dict of JSON values; equal parameters build the same bytes."""
+        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
 
     def build(self, directory: str) -> Mapping[str, Any]:
         """Writes the dataset and returns the content of its build.json."""
@@ -60,7 +60,7 @@ class Stored:
 
     Attributes:
       directory: the folder, local or gs://; "" if it is not set.
-      asked: the requested numbers of training puzzles, and of copies of each.
+      asked: the requested numbers of training puzzles, and of copies of each; None: all.
     """
 
     def __init__(self, directory: str, *, cut: files.Cut = WHOLE):
@@ -68,7 +68,7 @@ class Stored:
         self._splits: dict[str, Split] = {}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Reads the dataset. Raises UserError before the first step if it is damaged or empty."""
+        """Reads the dataset. Raises UserError if it is damaged, empty, or smaller than requested."""
         if not all(self.split(split).num_examples for split in files.SPLITS):
             raise UserError(_EMPTY.format(self.directory))
 
@@ -85,9 +85,9 @@ class Stored:
         return self._splits[name]
 
     def problems(self) -> list[str]:
-        """Returns the problems found from the metadata and, if a part is requested, from the group indices.
+        """Returns the problems found in the metadata and, if only a part is requested, in group_indices.
 
-        A dataset on gs:// is not read.
+        A dataset on gs:// is not checked.
         """
         if not self.directory:
             return ["DATA is not set: bind it to a folder of puzzles written by launch/run make-dataset"]
@@ -184,7 +184,7 @@ class Built(Stored):
         return "puzzles: " + ", ".join(f"{k} {v}" for k, v in self.recipe.about().items() if v not in (None, ""))
 
     def fingerprint(self) -> str:
-        """Returns a hash of the content; before the dataset is built, the recipe's parameters as JSON text."""
+        """Returns a hash of the content; before `prepare`, the recipe's parameters as JSON text."""
         return super().fingerprint() if self.directory else json.dumps(self.recipe.about(), sort_keys=True)
 
     def _part(self, split: Split) -> Split:
@@ -261,7 +261,10 @@ class PuzzleTask:
             raise UserError("\n".join(problems))
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of batches. Raises UserError if an iteration has less than one batch."""
+        """Returns an endless iterator of batches.
+
+        Raises UserError if the dataset is damaged or an iteration could have less than one batch.
+        """
         split = self.source.split("train")
 
         def visits(rows: int) -> order.Shuffled:
@@ -326,7 +329,11 @@ class PuzzleTask:
         return self.source.named_files()
 
     def rehearsal(self) -> PuzzleTask:
-        """Returns a small task of the same shapes for smoke runs, with random grids if there is no dataset."""
+        """Returns a task of the same shapes for smoke runs, with at most 8 puzzles in an evaluation.
+
+        It reads this dataset if that is in a folder, or a small one of the same kind if the run would build it. If the
+        folder has no valid dataset, puzzles are random grids.
+        """
         source = self.source.rehearsal() or Built(
             random_grids.RandomGrids(seq_len=self.length, vocab_size=self.vocab_size)
         )

@@ -142,13 +142,13 @@ def check_numbers(where: str, *, least: int = 1, **numbers: int | None) -> None:
 
 @contextlib.contextmanager
 def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str, Any]) -> Iterator[DatasetWriter]:
-    """Yields a writer; its files appear in `directory` when the block ends, or not at all if the block raises.
+    """Yields a writer, whose files are moved to `directory` when the `with` block ends, but not if it raises.
 
     Args:
       directory: local or gs://; must be empty or not exist.
       vocab_size: tokens are 0 to vocab_size - 1.
       seq_len: tokens per example.
-      about: the recipe's parameters, stored in build.json.
+      about: the kind and parameters of the dataset, stored in build.json.
 
     Raises:
       UserError: the directory is not empty, or cannot be written.

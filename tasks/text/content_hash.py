@@ -1,8 +1,8 @@
 """Hashes the content of files, so that a run notices text that was changed without changing its size.
 
-If all files together have at most 64 MiB, they are read whole. Otherwise 1,024 blocks of 64 KiB are read, spread evenly
-over all bytes in the order of the names. So the cost does not grow with the data, and a change between the blocks is
-not noticed. Objects in buckets are not read, because their listing has a checksum of their content.
+If all local files together have at most 64 MiB, they are read whole. Otherwise 1,024 blocks of up to 64 KiB are read,
+spread evenly over all bytes. So the cost does not grow with the data, and a change between the blocks is not noticed.
+Objects in buckets are not read, because their listing has a checksum of their content.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Finds documents that share text with evaluation sets, so that they can be left out of training.
 
-There are two optional tests: n successive words in common (Brown et al. 2020, "Language Models are Few-Shot Learners",
-appendix C, with n = 13); and, for code, a common substring of a given number of characters. Words are compared
-without case and punctuation, characters without differences in white space.
+There are two tests, of which either is enough: n successive words in common (Brown et al. 2020, "Language Models are
+Few-Shot Learners", appendix C, with n = 13); and, for code, a common substring of a given number of characters. Words
+are compared without case and punctuation, characters without differences in white space.
 """
 
 import hashlib
@@ -75,13 +75,13 @@ class Excluded:
     Attributes:
       words: number of successive words that count as shared text, at least 4; None: not compared.
       characters: length of a substring that counts as shared text, at least 16; None: not compared.
-      digest: a hash of the texts and both lengths.
+      digest: a hash of the texts before `via`, and of both lengths.
     """
 
     def __init__(
         self, texts: Iterable[str], *, words: int | None, characters: int | None, via: Callable[[str], str] = str
     ) -> None:
-        """Indexes the texts, each converted by `via`; texts shorter than both lengths exclude nothing.
+        """Indexes the texts, each converted by `via`; texts shorter than the lengths exclude nothing.
 
         Raises:
           UserError: a length is too short, both are None, or no text is long enough to exclude anything.

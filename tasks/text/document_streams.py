@@ -1,12 +1,12 @@
 """Reads the documents of a source part by part, and streams them as packed rows.
 
-A source has parts: files, ranges of lines, or shards. Every epoch reads the parts in a new order, keyed by the seed and
-the epoch, and deals them to the streams in turn. If there are fewer parts than streams, each stream reads all parts and
-keeps its share of the documents. Together the streams read every document once per epoch.
+A source has parts: files, ranges of lines, or shards. With a seed, every epoch has a new order of the parts, keyed by
+the seed and the epoch. Parts are dealt to the streams in turn. If there are fewer parts than streams, each stream reads
+all parts and keeps its share of the documents. Together the streams read every document once per epoch.
 
   parts -> documents -> ids + end of document -> chunks of at most T ids -> windows, shuffled -> packed rows [R, T]
 
-A position is a few numbers that do not depend on the version of any library; resuming reads one window again.
+Resuming from a saved position reads one window again.
 
 R: rows per element of a stream. T: tokens per row.
 """
@@ -87,7 +87,7 @@ class DocumentSource(Corpus):
         return {}
 
     def memory(self, spec: StreamSpec) -> "_Memory":
-        """Returns the memory of a split's documents, which all streams of the split share."""
+        """Returns the memory of a split's documents, which all its streams with the same vocabulary share."""
         key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory keeps the vocabulary alive
         return self._memories.setdefault(key, _Memory(spec.vocabulary))
 
@@ -102,11 +102,15 @@ class DocumentSource(Corpus):
 def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]) -> np.ndarray:
     """Returns the ids of a document and the end-of-document id, int32, without the begin-of-text id.
 
-    The begin-of-text id is the first input of a segment. Special tokens at both ends of a text, as in `<s>Hi</s>`, do
-    not change the ids.
+    If the vocabulary reads special tokens, a text written as `<s>Hi</s>` gets the same ids as `Hi`.
+
+    Args:
+      ids: the ids of the text.
+      vocabulary: the vocabulary of the ids.
+      where: returns what the message of an error begins with.
 
     Raises:
-      UserError: an id is out of range.
+      UserError: an id is outside the vocabulary, or is 0 although that is reserved for padding.
     """
     found = np.asarray([*ids, vocabulary.eos_id], np.int32)
     lowest = lowest_id(vocabulary)
@@ -154,7 +158,8 @@ class DocumentStream(packing.PackedStream):
         Args:
           chunks: the chunks of this stream.
           spec: the stream.
-          concatenates: see `TokenCache`.
+          concatenates: whether chunks follow one another in the order of the source and fill each row; otherwise
+            `packing.first_fit` packs them.
           window_ids: ids per window; None: WINDOW_IDS.
         """
         super().__init__(spec, packing.in_order if concatenates else packing.first_fit)
@@ -172,7 +177,7 @@ class DocumentStream(packing.PackedStream):
         return self._chunks.share()
 
     def _next_window(self) -> list[packing.Segment]:
-        """Returns the next window, in an order that depends only on the seed, the stream and the window's number."""
+        """Returns the next window, which is shuffled if there is a seed and rows are not concatenated."""
         spec = self._spec
         wanted = spec.length * int(
             np.clip((self._window_ids or WINDOW_IDS) // spec.length, 16, 64 if spec.seed is None else 1024)
@@ -218,7 +223,7 @@ class _Memory:
         self._bytes = 0
 
     def keep(self, number: int, documents: list[_Document]) -> None:
-        """Keeps all documents of a part; if they are too large, forgets all of the split."""
+        """Keeps all documents of a part; forgets all parts if the split is too large."""
         if not self.is_small or number in self.parts:
             return
         self._bytes += sum(len(document.text) + _DOCUMENT_BYTES for document in documents)
@@ -260,7 +265,7 @@ class _Chunks(Chunks):
             self._taken = position["taken"]
 
     def share(self) -> float:
-        """Returns the share of the parts that were read; all parts count equally, whatever their sizes."""
+        """Returns the parts that this stream read as a share of all parts, whatever their sizes; at most 1."""
         begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
         begun = self._place / max(len(self._known), 1) if self._known is not None else begun
         return min(1.0, (self._part + begun) / len(self._parts))
@@ -374,7 +379,7 @@ class _Chunks(Chunks):
         return self._has_text
 
     def _number(self) -> int:
-        """Returns the number of the current part, in an order that is new in every epoch.
+        """Returns the number of the current part; with a seed, every epoch has a new order of the parts.
 
         Streams take parts in turn, or each reads all parts if these are shared.
         """

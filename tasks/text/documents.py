@@ -3,7 +3,7 @@
 Each file has a name that is the same on every machine. Order and split are computed only from names and sizes, so that
 all hosts agree, in whatever order their file systems list files.
 
-Every document passes through the `Intake` of its source, which counts skipped documents. The same checks run on the
+The `Intake` of a source counts its documents and reports skipped ones. The checks of documents also run on the
 beginning of local files before a run starts.
 """
 
@@ -78,13 +78,13 @@ def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
-    """Splits files into training and validation by name; with two or more files, neither is empty."""
+    """Splits files by name into training and validation, which has at least one file if there are two or more."""
     chosen = validation_names(file.name for file in files)
     return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
 
 
 def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = text_formats.KINDS) -> list[Problem]:
-    """Returns the problems of local file patterns, each with its fix.
+    """Returns the problems of patterns of local files: folders, no files, other endings, empty or too large files.
 
     Args:
       where: the setting that names the patterns.
@@ -178,7 +178,7 @@ class Corpus(Protocol):
         """Opens one stream at its start; imports the library that reads the source."""
 
     def sample_texts(self) -> Iterator[str]:
-        """Yields each training document once, in a fixed order."""
+        """Yields training documents in a fixed order, each at most once."""
 
     def problems(self) -> list[str]:
         """Returns the problems that can be found without opening the data."""
@@ -190,7 +190,7 @@ class Corpus(Protocol):
         """Returns a short description for the run summary, without secrets."""
 
     def fingerprint(self) -> str:
-        """Returns a hexadecimal hash, equal for sources that give the same documents in the same order."""
+        """Returns a hexadecimal hash, equal on all hosts that read the same documents in the same order."""
 
 
 class HashesContent(Protocol):
@@ -294,7 +294,7 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
       path, number, line: as in `json_line`.
 
     Raises:
-      MalformedDocument: the line is not JSON or has no text in `field`; the message names file and line.
+      MalformedDocument: the line is not JSON or has no valid text in `field`; the message names file and line.
     """
     if not line.strip():
         return b""

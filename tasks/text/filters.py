@@ -36,7 +36,7 @@ class Filters:
           via: converts a text of an evaluation set in the way in which the documents were converted before comparing.
 
         Raises:
-          UserError: a file cannot be read, or the texts are not those of `digest`.
+          UserError: a file cannot be read, `Excluded` raises it, or the texts are not those of `digest`.
         """
         if not self.exclude:
             return None

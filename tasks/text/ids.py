@@ -36,7 +36,7 @@ class Vocabulary(Protocol):
 
     @attribute
     def hash(self) -> str:
-        """A hexadecimal hash that is equal exactly for equal mappings from text to ids."""
+        """A hexadecimal hash, which differs between vocabularies that convert text to different ids."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids, without an end-of-document id. Raises UserError for text that it cannot convert."""
@@ -146,7 +146,7 @@ class FormatsChats(Protocol):
 
         Args:
           messages: the conversation, oldest message first.
-          date: the date that the template may print.
+          date: the date that the template may print; None: today.
           tools, documents: lists of objects that the template gets, or None.
 
         Returns:

@@ -26,7 +26,8 @@ from tasks.text.ids import Vocabulary
 class Mixture(Corpus):
     """A `documents.Corpus` of several sources; weights are shares of rows, not of documents.
 
-    `vocabularies` has the vocabulary of each source if one of them is known only after its source was read.
+    `vocabularies` has the vocabulary of each source if one of them is known only after its source was read; otherwise
+    it is ().
     """
 
     sources: tuple[DocumentSource, ...]
