@@ -1,6 +1,6 @@
 """Gradient accumulation with as few collectives as the layout allows.
 
-Left to the partitioner, a loop over microbatches reduces the gradients of each microbatch. Where parameters are
+Left to XLA's partitioner, a loop over microbatches reduces the gradients of each microbatch. Where parameters are
 replicated along a mesh axis that shards rows, one reduction of the accumulated gradients is enough. The loop therefore
 runs in a region where those axes are manual: each group of chips accumulates its own gradients, and one reduction
 follows.

@@ -34,8 +34,8 @@ class Trip(NamedTuple):
 
     collective: str
     axis: str
-    is_right: bool  # whether this host's chips got what they should
-    bytes_per_second: float  # the fewest bytes that each chip must send, by the time of the fastest repeat
+    is_right: bool
+    bytes_per_second: float
 
 
 class _Collective(NamedTuple):

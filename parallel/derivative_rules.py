@@ -87,13 +87,13 @@ def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer
 
 
 def trained(weights: Any) -> Trained:
-    """Returns which leaves of `weights` are differentiated (not frozen), in a `jax.custom_vjp` with symbolic zeros."""
+    """Returns which leaves of `weights` are differentiated; call it in the forward rule of a VJP with `symbolic_zeros`."""
     leaves, structure = jax.tree.flatten(weights)
     return Trained(structure, tuple(leaf.perturbed for leaf in leaves))
 
 
 def values(args: tuple, *, what: str) -> tuple:
-    """Returns the arguments of a runner's derivative rule as arrays; `what` names the runner in errors.
+    """Returns the arguments of a runner's forward rule as arrays; `what` names the runner in errors.
 
     Raises:
       UserError: the side, which is the last argument, depends on parameters.

@@ -1,12 +1,14 @@
 """Builds the mesh of a strategy over the chips of a slice, and distributes rows of a batch over hosts and chips.
 
-The position of a chip in the mesh decides which links its traffic uses, and which rows each host supplies. The order
-comes from the coordinates of the chips, through JAX's `create_device_mesh`. CPU devices that simulate a slice have no
-coordinates, so they get those of the chips that they stand for. A rehearsal then has the host order of the real slice
-(v4-32, fsdp 16: host 0 supplies rows 0, 4, 8, 12), which the default order of CPU devices would not show.
+The position of a chip in the mesh decides which links its traffic uses, and which rows each host supplies. On a TPU
+slice the order comes from the coordinates of the chips, through JAX's `create_device_mesh`. CPU devices that simulate a
+TPU slice have no coordinates, so they get those of the chips that they stand for. A simulation then has the host order
+of the real slice (v4-32, fsdp 16: host 0 supplies rows 0, 4, 8, 12), which the default order of CPU devices would not
+show.
 
 On a real slice the rows of a host are often strided, and several hosts may supply the same row. They are therefore read
-from the sharding of the batch, never computed from host indices, and batches are checked against it before transfer.
+from the sharding of the batch, never computed from host indices, and `put` checks that a host supplies as many rows as
+that.
 """
 
 import contextlib
@@ -64,7 +66,7 @@ def make_mesh(
       shape: degree by mesh axis over all slices, slowest network first; this order assigns chips to positions.
       leading: axes that come first in the mesh, without moving a chip. Where manual regions are nested, XLA requires
         the axes of the outer region before those of the inner one, and aborts the process otherwise.
-      dcn_shape: degree by mesh axis across slices; the product is `slice.num_slices`.
+      dcn_shape: degree by mesh axis across slices; the product is `slice.num_slices`. None: a single slice.
       slice: the slice that the devices are, or simulate.
       devices: all devices of all hosts; CPU devices may be more than `slice.devices`.
 
@@ -113,7 +115,7 @@ def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
 
 
 def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Described]:
-    """Returns the first `slice.devices` CPU devices, in process order, described as those they simulate."""
+    """Describes the first `slice.devices` CPU devices, sorted by process, as the devices of the TPU slice they simulate."""
     places = [
         ((c[0], c[1], *c[2:], 0)[:3], core) for host in slice.devices_by_host() for *c, core in host
     ] * slice.num_slices
@@ -135,7 +137,7 @@ def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Desc
 
 
 def _described(device: jax.Device, slice: Slice) -> _Described:
-    """Returns a TPU device under the first name of its kind, which JAX uses to choose the order of some slices."""
+    """Describes a TPU device. Its kind is the first in our table, because JAX chooses the order of some slices by it."""
     return _Described(
         device=device,
         id=device.id,
@@ -150,14 +152,14 @@ def _described(device: jax.Device, slice: Slice) -> _Described:
 def devices_of(slice: Slice) -> list[jax.Device]:
     """Returns devices to which a program for the slice can be bound here, without its hardware.
 
-    For a TPU slice they are libtpu's descriptions of chips, for which programs can be compiled. For GPUs and CPUs they
-    are CPU devices of this process, which must have as many (`jax_num_cpu_devices`).
+    For a TPU slice they are libtpu's descriptions of its devices, for which programs can be compiled. For GPUs and CPUs
+    they are CPU devices of this process, which must have as many (`jax_num_cpu_devices`).
     """
     return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.devices]
 
 
 def topology_devices(slice: Slice) -> list[jax.Device]:
-    """Returns the chips of a slice as libtpu describes them to the compiler; no TPU is needed, and nothing can run.
+    """Returns the devices of a slice as libtpu describes them to the compiler; no TPU is needed, and nothing can run.
 
     Raises:
       UserError: `slice` is not a TPU slice.
@@ -178,7 +180,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Context in which environment variables have these values unless they were set before; then unsets them again."""
+    """Context that sets those of the environment variables that are not set yet, and unsets them at its end."""
     added = {k: v for k, v in values.items() if k not in os.environ}
     os.environ.update(added)
     try:
@@ -235,7 +237,7 @@ def put(
       Global arrays.
 
     Raises:
-      UserError: lists every feature whose presence, rows, shape or dtype is wrong.
+      UserError: lists every feature that is missing or not in `spec`, or has a wrong shape or dtype.
     """
     _check_batch(batch, spec, len(rows))
     first = np.asarray(rows)

@@ -1,6 +1,6 @@
 """Runs a layer stack under FSDP with the gradients of a layer reduced while the layer before it computes.
 
-Left to the partitioner, a layer's gradients are summed over the chips at the end of its backward pass, and v4 chips
+Left to XLA's partitioner, a layer's gradients are summed over the chips at the end of its backward pass, and v4 chips
 compute nothing meanwhile. Here both passes are loops in a region where the mesh axes of rows are manual. Only the
 shards of the weights are saved; the backward pass gathers them again. It sums the gradients of a layer while it
 computes the next one, which does not need the sums:
@@ -12,8 +12,8 @@ The sums go around rings (`parallel.ring_reduction`). They take as much memory a
 Over mesh axes of rows that replicate parameters, the sums of all layers are added after the loop.
 
 A layer saves what `jax.vjp` returns for it, except the arrays that are inputs of the layer (`_Saved`): the backward
-pass has these, or gathers them again. The saved arrays leave the manual region with their first dimension, the layers,
-joined over chips, whatever the other dimensions are, and enter it again in the same way.
+pass has these, or gathers them again. The saved arrays [L, ...] of all chips are concatenated along their first
+dimension when they leave the manual region, and split again when they enter it.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ def runner(param_rules: Rules, activation_rules: Rules, *, otherwise: stack.Runn
 
     Args:
       param_rules, activation_rules: the tables of a strategy whose mesh axes all shard rows.
-      otherwise: runs the stacks that this runner does not: those whose weights are gathered already and, without a
-        gradient, those that it refuses to differentiate.
+      otherwise: runs the stacks that this runner does not: first layers (`core.stack.First`), those whose weights are
+          gathered already and, without a gradient, those that it refuses to differentiate.
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -79,7 +79,7 @@ def _is_spec(leaf: Any) -> bool:
 
 
 def _why_not(fn: LayerFn, x: Stream, groups: int) -> str:
-    """Returns why the gradients of these layers cannot be reduced late; empty if they can."""
+    """Returns why this runner cannot differentiate these layers; "" if it can."""
     instead = "use strategies.fsdp without overlap_reduction"
     if fn.undivided:
         return f"{_WHAT}: {fn.undivided}"

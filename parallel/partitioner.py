@@ -1,8 +1,8 @@
 """Binds a strategy to devices: the mesh, the sharding of every array, and the jitted steps.
 
 `Partitioner` binds the tables to chips. `Program` combines it with a model, an optimizer and the shapes of a batch: it
-provides the functions that a trainer calls, with shardings and tracing context in place. Every mismatch is reported
-when the program is made, before an array is allocated.
+provides the functions that a trainer calls, with shardings and tracing context in place. Mismatches are reported when
+the program is made, before an array is allocated.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Partitioner:
         """Returns the sharding of every array of a batch.
 
         Raises:
-          UserError: a dimension does not divide, or a field has an axis that does not exist.
+          UserError: a dimension does not divide, a field is malformed, or one has an axis that does not exist.
         """
         axes = strategy.batch_axes(spec)
         where = f"batch under strategy {self.strategy.name!r} on {self.slice.name}"
@@ -164,11 +164,11 @@ class Partitioner:
           compiler_overrides: options of `parallel.compiled.compiler_options` to change, by name.
           frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
             that the model freezes.
-          frozen_dtype: dtype in which the floating-point ones of these are stored.
+          frozen_dtype: dtype in which floating-point parameters that match `frozen` are stored.
 
         Raises:
           UserError: `accum_steps` is below 1, a pattern of `frozen` matches no parameter, or model, optimizer, batch
-            and tables do not fit; lists every mismatch.
+              and tables do not fit.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
         return Program(self, model, optimizer, dict(spec), seed, *flags)
@@ -294,7 +294,7 @@ class Program:
         return self.optimizer.bound(self.param_specs)
 
     def _check_products(self) -> None:
-        """Raises UserError if the model multiplies in FP8 and the chip would convert the operands to bfloat16."""
+        """Raises UserError if the model multiplies in FP8 and a TPU or GPU would convert the operands to bfloat16."""
         choice = getattr(wrappers.field_owner(self.model, "quantization"), "quantization", "none")
         slice_ = self.partitioner.slice
         if choice == "fp8" and not slice_.chip.has_fp8 and slice_.chip.platform != "cpu":
@@ -305,7 +305,7 @@ class Program:
             )
 
     def _check_state(self) -> None:
-        """Raises UserError unless pipeline and tables fit the model; a misfit of the pipeline is reported first."""
+        """Raises UserError unless pipeline and tables fit the model; of a pipeline that does not fit, that alone is reported."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
@@ -326,7 +326,7 @@ class Program:
         )
 
     def _check_positions(self) -> None:
-        """Checks all dimensions but the rows, which `_check_rows` does."""
+        """Checks that all dimensions but the rows divide; `_check_rows` checks the rows."""
         rows = self.partitioner.row_shards
         others = {k: dataclasses.replace(s, shape=(rows, *s.shape[1:])) for k, s in self.spec.items()}
         self.partitioner.batch_shardings(others)
@@ -408,13 +408,13 @@ class Program:
 
     @functools.cached_property
     def manual_axes(self) -> set[str]:
-        """Mesh axes over which gradients are accumulated locally and reduced once per step."""
+        """Mesh axes over which gradients of several microbatches are added locally and reduced once per step."""
         at = self.partitioner
         return accumulation.manual_axes(at.strategy, at.shape, gather_once=self.gather_once)
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that `gather_once` costs each chip; 0 without it."""
+        """Bytes that `gather_once` costs each chip with several microbatches; 0 without `gather_once`."""
         at, params = self.partitioner, self.abstract_state.params
         by = (at.strategy.param_rules, at.shape, self.manual_axes)
         return accumulation.gathered_bytes(params, self.axes.params, *by)
@@ -472,7 +472,7 @@ class Program:
 
     @property
     def compiler_options(self) -> dict[str, compiler_options.Value] | None:
-        """Options with which the steps are compiled; None on CPUs."""
+        """Options with which the steps are compiled; None on CPU devices, also simulated chips."""
         if self._on_cpus:
             return None
         at = self.partitioner

@@ -1,8 +1,8 @@
 """Compares the steps of a run with what was predicted from its compiled program.
 
-A prediction is a number of seconds, with an interval from the errors of published steps
-(`parallel.planning.calibration`). On a TPU, a measurement more than a quarter outside the interval causes one warning:
-the time model is wrong, or the machine or configuration is not the expected one.
+A prediction is the time of a step, with an interval from the errors of published steps
+(`parallel.planning.calibration`), and the peak HBM. A measured time more than a quarter outside the interval, or as
+different an HBM, causes one warning: the prediction is wrong, or the machine or configuration is not the expected one.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def line(record: Prediction) -> str:
 
 
 def figures(record: Prediction) -> str:
-    """Formats predicted time, MFU and memory, without the label."""
+    """Formats predicted time, MFU (if it is known) and memory, without the label."""
     mfu = record["predicted"]["mfu"]
     share = f"{units.significant(100 * mfu['scheduled'], 2)} % MFU, " if mfu else ""
     low, seconds, high = between(record)
@@ -91,7 +91,7 @@ class PredictionCheck:
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
-        """Returns rows of the run summary: predicted and measured step time, or why there is none."""
+        """Returns rows of the run summary: what is predicted (on TPU slices), and whether measurements follow."""
         if not self._slice.is_tpu:
             return {"measured": FOLLOWS if self._is_measured else SIMULATED}
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
@@ -101,8 +101,8 @@ class PredictionCheck:
         """Returns `mfu` (0 to 1), `hbm_gib` and the predictions, as far as they are known; nothing in a simulation.
 
         Args:
-          values: metrics of the steps since the last report, with `step_seconds`. An MFU above 100 % is wrong: it is
-            left out, with one warning.
+          values: metrics of the steps since the last report, with `step_seconds`. If they give an MFU above 100%, it is
+              left out, with one warning.
         """
         if not self._is_measured:
             return {}

@@ -8,7 +8,7 @@ chip i with the sum of chunk i:
 
 A chip sends (n - 1) / n of the array, half of what an all-reduce sends. If n = a b, rings of a chips that are b apart
 and then rings of b neighbors send as much in a + b - 2 steps instead of n - 1. Sums are rounded to the dtype of the
-array at every step: in bfloat16 over 8 chips the error was 0.3 % of the result, where rounding once gives 0.16 %.
+array at every step: in bfloat16 over 8 chips the error was 0.3% of the result, where rounding once gives 0.16%.
 """
 
 import math

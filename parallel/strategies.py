@@ -1,4 +1,4 @@
-"""The built-in strategies. Each function returns sharding tables; a gin file selects one by its name.
+"""The built-in strategies. Each function returns a `Strategy`; a gin file selects one by its name.
 
 Arguments named after mesh axes are their degrees; -1 takes the remaining chips. `slices` is the number of slices, and
 `schedule` the schedule of a pipeline (`parallel.pipeline.schedules`). A degree that is neither -1 nor a positive
@@ -6,8 +6,8 @@ integer is a UserError, and so are two of -1.
 
 Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
 is not sharded; d is data, e is expert, s is sequence, t is tensor, p is stage; gather_f, scatter_f and exchange_f are
-collectives over fsdp. B batch, L length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab, E experts, C
-tokens of an expert, m microbatch.
+an all-gather, a reduce-scatter and an all-to-all over fsdp. B batch, L length, D embed, F mlp, H heads, N key/value
+heads, K head_dim, V vocab, E experts, C tokens of an expert, m microbatch.
 """
 
 from core.logical import Rules
@@ -79,7 +79,7 @@ def zero1(*, data: int = -1) -> Strategy:
 
 
 def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
-    """Shards parameters, gradients and optimizer state over `fsdp`; the weights of a layer are gathered when it runs.
+    """Shards rows, parameters and optimizer state over `fsdp`; the weights of a layer are gathered when it runs.
 
     With `overlap_reduction` the gradients of a layer are reduced around rings while the layer before it computes
     (`parallel.overlapped`). Use it on v4, whose chips compute nothing during other reductions.
@@ -87,7 +87,7 @@ def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
     In[B_f, D] · gather_f(Win[D_f, F]) → H[B_f, F];   H · gather_f(Wout[F, D_f]) → Out[B_f, D]
 
     Args:
-      fsdp: chips that share the weights; -1: all.
+      fsdp: chips that share the weights and the rows; -1: all.
       overlap_reduction: whether reductions of gradients overlap with the backward pass.
     """
     return Strategy(
@@ -155,7 +155,7 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     gather_t(In[B_f, L_t, D]) · gather_f(Win[D_f, F_t]) → H[B_f, L, F_t];   H · Wout → scatter_t → Out[B_f, L_t, D]
 
     Args:
-      tensor: chips that share each matrix product, and the positions of a row between blocks.
+      tensor: chips that share each matrix product, and between blocks the positions of a row.
       fsdp: shards of the rows, and of each weight besides `tensor`; -1: all other chips.
     """
     return Strategy(
@@ -200,7 +200,7 @@ def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
     exchange_e(In[E, B_ef, C, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, B_f, C, F_t];   exchange_e(H · gather_f(Wout))
 
     Args:
-      expert: chips over which experts, and rows besides `fsdp`, are distributed.
+      expert: chips over which experts are distributed, and rows, together with `fsdp`.
       fsdp: shards of the rows and of the weights; -1: all other chips.
       tensor: chips that share each matrix product.
     """
@@ -236,7 +236,7 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """Copies the model to each slice: only gradients cross the data-center network (DCN), all other traffic uses ICI.
+    """Copies the model to each slice: gradients and sums (the loss) cross the data-center network (DCN).
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t], with data across slices, fsdp and tensor inside one
 

@@ -4,9 +4,8 @@ A strategy is data. It gives the degree of each mesh axis, and which logical axe
 stored parameters, for activations and, where different, for optimizer state. It contains no code and does not depend on
 a model, so the same tables apply to every model and can be printed, compared and tested.
 
-`specs` applies the tables to the arrays of a model, and reports everything that does not fit. Nothing is replicated
-silently: a dimension that does not divide is an error that names the parameter, its shape, its axes, the strategy and
-the nearest fix.
+`specs` applies a table to the arrays of a model. A dimension that does not divide is not replicated silently: the error
+names the parameter, its shape, its axes, the strategy and ways to mend it.
 """
 
 import dataclasses
@@ -46,9 +45,9 @@ class Strategy:
       name: used by gin and in reports.
       mesh_shape: degree, a positive integer, by mesh axis inside a slice; one may be -1, the remaining chips; a missing
         axis is 1.
-      param_rules: sharding of stored parameters; lists every logical axis.
-      activation_rules: sharding of computation; lists every logical axis.
-      optimizer_rules: sharding of optimizer state; None: as the parameters.
+      param_rules: sharding of stored parameters, with a row for each of `core.logical.LOGICAL_AXES`.
+      activation_rules: sharding of activations, with a row for each of `core.logical.LOGICAL_AXES`.
+      optimizer_rules: sharding of optimizer state, with the same rows; None: as the parameters.
       dcn_shape: degree by mesh axis across slices; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
       overlap_reduction: whether the gradients of a layer are reduced over the axes that shard its parameters while the
@@ -57,8 +56,8 @@ class Strategy:
         order of networks, slowest first: `{"ring": "fsdp"}`.
 
     Raises:
-      UserError: lists every unknown or missing name in the tables; or a degree is malformed, a mesh axis of degree
-        other than 1 is used by no rule, or the tables do not fit the pipeline or `overlap_reduction`.
+      UserError: a table has an unknown name or lacks one, a degree or another argument is malformed, no rule uses a
+          mesh axis of degree other than 1, or the tables do not fit the pipeline or `overlap_reduction`.
     """
 
     name: str
@@ -95,10 +94,7 @@ class Strategy:
 
     @functools.cached_property
     def used_mesh_axes(self) -> tuple[str, ...]:
-        """The axes of its mesh: all mesh axes, except `expert` if neither a degree nor a rule mentions it.
-
-        Meshes of other strategies, and their records, therefore do not depend on the axis `expert`.
-        """
+        """The axes of its mesh: all of `mesh_axes`, except `expert` if neither a degree nor a rule mentions it."""
         tables = (self.param_rules, self.activation_rules, self.stored_optimizer_rules)
         mentioned = {axis for rules in tables for row in rules.values() for axis in logical.mesh_axes(row)}
         mentioned |= {*self.mesh_shape, *self.dcn_shape}
@@ -231,8 +227,8 @@ def override(
       strategy: for example `fsdp_tensor(tensor=4)`.
       rules: rows of all tables: `{"kv_heads": None}` replicates two key heads over tensor 4, and `{"expert": "tensor"}`
         shards a declared axis, which the tables of the library replicate.
-      param_rules: rows of the table of parameters alone; they take precedence over `rules`.
-      activation_rules: rows of the table of activations alone; they take precedence over `rules`.
+      param_rules: rows of `Strategy.param_rules`; they take precedence over `rules`.
+      activation_rules: rows of `Strategy.activation_rules`; they take precedence over `rules`.
 
     Raises:
       UserError: the new tables are wrong; see `Strategy`.
@@ -251,7 +247,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
 
     Raises:
       UserError: the product of the degrees inside a slice is not its number of devices, or that of the degrees across
-        slices is not the number of slices; the message names the nearest degrees that fit.
+          slices is not the number of slices; the message suggests what fits.
     """
     across = {axis: strategy.dcn_shape.get(axis, 1) for axis in strategy.used_mesh_axes}
     slices = math.prod(across.values())
@@ -289,7 +285,7 @@ def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None =
 
     Args:
       shape: degree by mesh axis; axes of degree 1 are omitted.
-      dcn_shape: number of slices that each axis spans; axes that span several are marked.
+      dcn_shape: number of slices that each axis spans (None: 1); axes that span several are marked.
       single: the text of a mesh in which every degree is 1.
     """
     spans = dcn_shape or {}
@@ -318,7 +314,7 @@ def _needs(fixed: int, free: list[str]) -> str:
 
 
 def _nearest_fits(shape: Mapping[str, int], devices: int) -> str:
-    """Returns the meshes with one degree changed that fit; if there are none, suggests a single axis."""
+    """Returns the meshes that fit after a change of one degree; if there are none, other suggestions."""
     fits = []
     for axis, degree in shape.items():
         if degree in (1, -1):
@@ -375,7 +371,8 @@ def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapp
     """Returns the `PartitionSpec` of a stored array.
 
     If the layers do not divide over the stages of a pipeline, or run before its first stage, the dimension of layers is
-    not sharded. Instead `stage` shards the first other dimension that divides, so that a chip stores no more.
+    not sharded. Instead `stage` shards the first other dimension that divides, if there is one, so that a chip stores
+    no more.
 
     Args:
       shape: the global shape.
@@ -424,7 +421,7 @@ def _product(entry: str | tuple[str, ...]) -> str:
 
 
 def _fix(name: str, size: int, entry: str | tuple[str, ...], mesh_shape: Mapping[str, int]) -> str:
-    """Suggests a size for data dimensions, which are easy to change, and another layout for dimensions of the model."""
+    """Suggests sizes for `batch` and `length`, which are easy to change, and mainly other layouts for other axes."""
     shards = logical.shards(entry, mesh_shape)
     if name in ("batch", "length"):
         return f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(size, shards)))}"
@@ -447,7 +444,7 @@ def batch_axes(spec: BatchSpec) -> dict[str, Axes]:
     """Returns the logical axes of the fields of a batch.
 
     Raises:
-      UserError: a field is not a `Field`, has another number of rows than the others, or an unknown axis.
+      UserError: a field is malformed (`core.batches.check_spec`) or has an unknown axis.
     """
     check_spec(spec)
     for name, field in spec.items():
