@@ -87,7 +87,7 @@ def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer
 
 
 def trained(weights: Any) -> Trained:
-    """Returns which leaves of `weights` are differentiated; call it in the forward rule of a VJP with `symbolic_zeros`."""
+    """Returns which leaves of `weights` are differentiated, in the forward rule of a VJP with `symbolic_zeros`."""
     leaves, structure = jax.tree.flatten(weights)
     return Trained(structure, tuple(leaf.perturbed for leaf in leaves))
 

@@ -115,7 +115,7 @@ def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
 
 
 def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Described]:
-    """Describes the first `slice.devices` CPU devices, sorted by process, as the devices of the TPU slice they simulate."""
+    """Describes the first `slice.devices` CPU devices, sorted by process, as those of the slice they simulate."""
     places = [
         ((c[0], c[1], *c[2:], 0)[:3], core) for host in slice.devices_by_host() for *c, core in host
     ] * slice.num_slices
@@ -137,7 +137,7 @@ def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Desc
 
 
 def _described(device: jax.Device, slice: Slice) -> _Described:
-    """Describes a TPU device. Its kind is the first in our table, because JAX chooses the order of some slices by it."""
+    """Describes a TPU device, by the first kind in our table: JAX chooses the order of some slices by the kind."""
     return _Described(
         device=device,
         id=device.id,

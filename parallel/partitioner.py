@@ -305,7 +305,7 @@ class Program:
             )
 
     def _check_state(self) -> None:
-        """Raises UserError unless pipeline and tables fit the model; of a pipeline that does not fit, that alone is reported."""
+        """Raises UserError unless pipeline and tables fit the model; tables are not checked if the pipeline does not."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
