@@ -305,7 +305,7 @@ class Program:
             )
 
     def _check_state(self) -> None:
-        """Raises UserError unless pipeline and tables fit the model; tables are not checked if the pipeline does not."""
+        """Raises UserError unless the pipeline fits the model, and then unless the tables do."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract

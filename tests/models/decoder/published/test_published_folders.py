@@ -106,7 +106,8 @@ def is_named(name, change):
     kinds = change.get("layer_types", ())
     mixed = "rope_parameters" in change and len(str(change)) > 150
     return (
-        (family == "mistral" and kinds == [cases.SLIDING, cases.FULL])
+        name in ("gemma4/base", "gemma4_unified/base")  # their keys are inside text_config
+        or (family == "mistral" and kinds == [cases.SLIDING, cases.FULL])
         or (family == "gemma2" and kinds == [cases.FULL] * 4)
         or (family == "gemma3_text" and (change.get("sliding_window_pattern") == 1 or mixed))
     )
