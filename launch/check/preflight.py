@@ -48,9 +48,7 @@ class Checked(NamedTuple):
     findings: tuple[Finding, ...]  # findings of all checks
     config: LoadedConfig | None  # the configuration; None if it is not valid
     experiment: Experiment | None  # the built experiment; None if the configuration is not valid
-    program: (
-        Program | None
-    )  # of the first phase, bound to the compiler's description of the slice; None if it does not fit
+    program: Program | None  # of the first phase, bound to a description of the slice; None if it does not fit
 
     @property
     def ok(self) -> bool:

@@ -8,8 +8,9 @@ which files exist.
 
 stdin has a line of JSON with `code` and the limits, then a token, which stays in the pipe until the program has ended.
 The process writes READY to stdout before the program starts, then the token if it ran to its end, otherwise the name of
-its error. If the process cannot be confined, it writes the reason instead of READY. The module imports only the
-standard library, because it is started once per program.
+its error. A program that means to deceive can read the token from the pipe itself. If the process cannot be confined,
+it writes the reason instead of READY. The module imports only the standard library, because it is started once per
+program.
 """
 
 import ctypes

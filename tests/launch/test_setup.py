@@ -367,7 +367,7 @@ def test_packages_that_cannot_be_imported_are_an_error(machine):
     ],
 )
 def test_options_of_the_tests_come_in_any_order(machine, arguments, python, passed_on):
-    says = '#!/bin/bash\n[[ $* != *pytest* ]] || echo "$(basename "${0%/bin/python}"): $*"\n'
+    says = '#!/bin/bash\n[[ $* != *pytest* ]] || echo "$(basename "${0%/bin/python}"): $* XLA_FLAGS=${XLA_FLAGS:-}"\n'
     machine.script(machine.root / "launch/setup.sh", "#!/bin/bash\n")
     for name in (".venv", ".venv-newest"):
         (machine.root / name / "bin").mkdir(parents=True)
@@ -376,7 +376,8 @@ def test_options_of_the_tests_come_in_any_order(machine, arguments, python, pass
     shutil.copy(ROOT / "tests/run.sh", machine.root / "tests")
     command = ["bash", str(machine.root / "tests/run.sh"), *arguments.split()]
     said = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=True).stdout
-    assert f"{python}: -m pytest -n 3 --dist loadfile --no-loadscope-reorder {passed_on}\n" in said
+    assert f"{python}: -m pytest -n 3 --dist loadfile --no-loadscope-reorder {passed_on} XLA_FLAGS=" in said
+    assert ("--xla_backend_optimization_level=0" in said) == ("--optimized" not in arguments)
 
 
 def test_two_simultaneous_setups_install_once(either):
