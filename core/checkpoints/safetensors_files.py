@@ -254,13 +254,14 @@ def are_equal(one: Stored, other: Stored, rows: int | None = None) -> bool:
     """Returns whether two tensors of equal shape hold the same numbers in float32; reads them block by block.
 
     Args:
-      one, other: the tensors, with at least one dimension and without empty ones.
+      one, other: the tensors.
       rows: how many of the first rows to compare; None: all.
     """
-    length = one.shape[0] if rows is None else min(rows, one.shape[0])
-    step = max(1, _BLOCK // math.prod(one.shape[1:]))
+    length, *others = one.shape or (1,)
+    length = length if rows is None else min(rows, length)
+    step = max(1, _BLOCK // max(1, math.prod(others)))
     for start in range(0, length, step):
-        part = (slice(start, min(start + step, length)), *(slice(0, size) for size in one.shape[1:]))
+        part = (slice(start, min(start + step, length)), *(slice(0, size) for size in others))[: len(one.shape)]
         first, second = (tensor.reader([part])(part).astype(np.float32) for tensor in (one, other))
         if not np.array_equal(first, second, equal_nan=True):
             return False

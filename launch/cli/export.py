@@ -246,7 +246,8 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
         return {}, {}
     bos_id, stop_ids = vocabulary.bos_id, task.stop_ids() if can(task, FramesTexts) else (vocabulary.eos_id,)
     if not isinstance(vocabulary, FolderTokenizer):
-        return {"bos_token_id": bos_id, "eos_token_id": stop_ids[0]}, {}
+        ends = [i for i in stop_ids if i >= 0]  # -1: a vocabulary of seqio that ends no text
+        return {"bos_token_id": bos_id, "eos_token_id": ends[0] if ends else None}, {}
     folder, names = vocabulary.folder, (published_files.CONFIG, published_files.GENERATION_CONFIG)
     if not any((folder / name).exists() for name in names) and _is_published(experiment.initialization.init_from):
         folder = published_files.small_files(experiment.initialization.init_from)  # the other has no model

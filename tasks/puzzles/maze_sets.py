@@ -4,7 +4,7 @@ The held-out mazes are chosen first. A maze is left out if it is a rotation or r
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,15 +81,24 @@ class MazeSet:
             different mazes.
         """
         seen: set[bytes] = set()
+        done = 0
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
-            for name, key, count in (("test", _TEST, self.num_test), ("train", _TRAIN, self.num_train)):
-                found = self._from_csv(name, key, count, seen) if self.csv else self._generated(key, count, seen)
+            wanted = (("test", _TEST, self.num_test), ("train", _TRAIN, self.num_train))
+            sets: list[Iterable[Maze]]
+            if self.csv:
+                read = [self._from_csv(name, key, count, seen) for name, key, count in wanted]
+                sets, total = [*read], sum(map(len, read))
+            else:
+                sets = [self._generated(key, count, seen) for _, key, count in wanted]
+                total = (self.num_test or 0) + (self.num_train or 0)
+            for (name, key, _), found in zip(wanted, sets, strict=True):
                 orientations = symmetries.ORIENTATIONS if self.augment and key == _TRAIN else (0,)
                 steps = []
                 for maze in found:
                     steps.append(maze.steps)
+                    done += 1
                     getattr(out, name).add_group(_rows(maze.grid, orientations), _rows(maze.solved, orientations))
-                    report(len(seen), (self.num_test or 0) + (self.num_train or 0) or len(seen))
+                    report(done, total)
                 out.extra[writing.BUILD][name] = _summary(steps)
             out.extra[writing.BUILD]["held_out_by"] = "no two mazes are orientations of one another"
         return out.extra[writing.BUILD]

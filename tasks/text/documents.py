@@ -59,10 +59,13 @@ def is_validation(name: str | bytes) -> bool:
 
 
 def validation_names(names: Iterable[str]) -> set[str]:
-    """Returns the names that belong to validation; at least one if there are two or more."""
+    """Returns the names that belong to validation: of two or more names at least one, and not all."""
     names = set(names)
     chosen = {name for name in names if is_validation(name)}
-    return chosen if chosen or len(names) < 2 else {min(names, key=lambda name: sha256(name.encode()).hexdigest())}
+    if len(names) < 2 or 0 < len(chosen) < len(names):
+        return chosen
+    first = min(names, key=lambda name: sha256(name.encode()).hexdigest())
+    return {first} if not chosen else chosen - {first}
 
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
@@ -78,7 +81,7 @@ def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
-    """Splits files by name into training and validation, which has at least one file if there are two or more."""
+    """Splits files by name into training and validation; each has at least one of two or more files."""
     chosen = validation_names(file.name for file in files)
     return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
 

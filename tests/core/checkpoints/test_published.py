@@ -329,6 +329,22 @@ def test_a_damaged_folder_is_refused_in_words(llama, damage, message):
         pretrained.model(str(llama)).published(str(llama))
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5,), (4, 3), (2, 3, 2)])
+@pytest.mark.parametrize("block", [1, 4, 2**20])
+def test_the_first_rows_of_tensors_are_compared(tmp_path, monkeypatch, shape, block):
+    monkeypatch.setattr(safetensors_files, "_BLOCK", block)
+    last = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    other = last.copy()
+    other.reshape(-1)[-1:] += 1
+    save_file({"one": last, "same": last.copy(), "other": other}, tmp_path / "model.safetensors")
+    tensors = safetensors_files.tensors(paths.Path(tmp_path))
+    rows = shape[0] if shape else 1
+    assert safetensors_files.are_equal(tensors["one"], tensors["same"])
+    assert safetensors_files.are_equal(tensors["one"], tensors["other"]) == (last.size == 0)
+    assert safetensors_files.are_equal(tensors["one"], tensors["other"], rows) == (last.size == 0)
+    assert safetensors_files.are_equal(tensors["one"], tensors["other"], rows - 1)
+
+
 ONE = '"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 HEADERS = {
     "nested": ("[" * 200_000, "nested"),

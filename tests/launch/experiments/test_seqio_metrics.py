@@ -12,6 +12,8 @@ from core.errors import UserError
 from core.types import DataLayout
 from launch import __main__ as command
 from launch import environment
+from launch.cli import export
+from launch.config import loader
 from tasks import text
 from tasks.text import seqio_metrics, seqio_tasks
 
@@ -133,6 +135,15 @@ def test_only_scores_of_a_vocabulary_without_an_end_of_document_id(registered):
     assert seqio_metrics.require_metrics("endless_scored")
     with pytest.raises(UserError, match="its PassThroughVocabulary has no end-of-document id"):
         seqio_metrics.require_metrics("endless")
+
+
+@pytest.mark.slow
+def test_an_export_of_a_run_without_an_end_of_document_id_names_none(registered):
+    task = ["TASK = @text.seqio()", "text.seqio.live = True", "text.seqio.inputs_length = None"]
+    for name, end in (("endless", None), ("numbers", 1)):
+        bindings = [*task, f"text.seqio.name = '{name}'", "text.seqio.length = 32", "text.seqio.num_streams = 1"]
+        ids, settings = export._generation(loader.load("gin/quickstart.gin", bindings=bindings).build())
+        assert (ids["eos_token_id"], settings) == (end, {})
 
 
 @pytest.mark.slow

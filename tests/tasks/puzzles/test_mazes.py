@@ -165,7 +165,10 @@ def test_the_public_file_is_read_without_copies_of_held_out_mazes(csv_folder, tm
     assert about["train"]["puzzles"] == 4
     line = (csv_folder / "test.csv").read_text().splitlines()[2].split(",")
     assert [as_text(test.inputs[1]), as_text(test.labels[1])] == line[1:3]
-    from_csv(csv_folder, num_train=2, num_test=1).build(str(tmp_path / "part"))
+    reports: list[tuple[int, int]] = []
+    part = from_csv(csv_folder, num_train=2, num_test=1)
+    part.build(str(tmp_path / "part"), report=lambda done, total: reports.append((done, total)))
+    assert reports == [(1, 3), (2, 3), (3, 3)]
     assert files.read_split(str(tmp_path / "part"), "train").metadata.total_groups == 2
     with pytest.raises(ValueError, match=r"has 4 mazes that are not copies .* requested 5"):
         from_csv(csv_folder, num_train=5).build(str(tmp_path / "other"))

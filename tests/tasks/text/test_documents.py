@@ -113,6 +113,21 @@ def test_the_description_names_few_files_that_are_held_out(tmp_path):
     assert whole == f"{len(many.corpus.files('validation'))} of 100 .txt files, by hash (or set VALIDATION_DATA)"
 
 
+def test_of_two_or_more_names_some_train_and_some_validate():
+    """Also of names that all would validate by their hashes, or none would."""
+    names = [f"{number}.txt" for number in range(400)]
+    held = [name for name in names if documents.is_validation(name)]
+    others = [name for name in names if not documents.is_validation(name)]
+    assert len(held) > 3
+    assert len(documents.validation_names(others)) == 1
+    for some in (held, held[:2], held[1:3]):
+        assert documents.validation_names(some) < set(some)
+        assert len(documents.validation_names(some)) == len(some) - 1
+    assert documents.validation_names([*others, *held]) == set(held)
+    assert documents.validation_names(held[:1]) == set(held[:1])
+    assert documents.validation_names(others[:1]) == set()
+
+
 def test_a_bucket_is_not_asked():
     assert task("gs://no-such-bucket/*.jsonl").problems() == []
     assert task("gs://no-such-bucket/*.txt").describe().startswith("text.files: train gs://no-such-bucket/*.txt; valid")
