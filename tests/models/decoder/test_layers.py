@@ -32,7 +32,8 @@ ALTERNATING = dataclasses.replace(
 
 def params_of(model):
     params = jax.jit(model.init)(jax.random.key(0), BATCH)
-    return jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(a.size), a.shape, a.dtype), params)
+    noise = lambda a: np.random.default_rng(a.size).normal(size=a.shape, scale=0.1).astype(a.dtype)  # noqa: E731
+    return jax.tree.map(lambda a: a + noise(a), params)
 
 
 def check_generation(model, params, *, first=5, empty=2, atol=2e-5):
@@ -102,7 +103,7 @@ def test_a_kind_of_attention_with_more_settings_is_another_part():
 def test_each_layer_attends_through_its_own_window():
     params = params_of(PLAIN)
     found = {
-        name: dataclasses.replace(PLAIN, mixer=mixer).logits(params, BATCH)
+        name: jax.jit(dataclasses.replace(PLAIN, mixer=mixer).logits)(params, BATCH)
         for name, mixer in {
             "all": Attention(),
             "wide": Attention(window=BATCH["inputs"].shape[1]),
@@ -255,7 +256,7 @@ def test_attention_without_rotary_embedding_does_not_depend_on_positions():
     params, later = params_of(PLAIN), {**BATCH, "positions": 2 * BATCH["positions"] + 3}
     for fraction, depends in ((0.0, False), (0.5, True), (1.0, True)):
         model = dataclasses.replace(PLAIN, mixer=Attention(rotary_fraction=fraction))
-        moved = np.abs(model.logits(params, later) - model.logits(params, BATCH)).max()
+        moved = np.abs(jax.jit(model.logits)(params, later) - jax.jit(model.logits)(params, BATCH)).max()
         assert (moved > 1e-3) == depends, fraction
 
 
@@ -285,7 +286,7 @@ def test_heads_of_a_part_are_computed_as_those_of_the_decoder(settings):
     theirs = dataclasses.replace(PLAIN, head_dim=12, num_kv_heads=1, mixer=Attention(**settings))
     ours = dataclasses.replace(PLAIN, mixer=Attention(head_dim=12, num_kv_heads=1, **settings))
     params = params_of(theirs)
-    np.testing.assert_array_equal(ours.logits(params, BATCH), theirs.logits(params, BATCH))
+    np.testing.assert_array_equal(jax.jit(ours.logits)(params, BATCH), jax.jit(theirs.logits)(params, BATCH))
     assert ours.flops_per_token(16) == theirs.flops_per_token(16)
     assert jax.eval_shape(lambda: ours.empty_cache(2, 9)) == jax.eval_shape(lambda: theirs.empty_cache(2, 9))
     same = dataclasses.replace(theirs, mixer=Attention(head_dim=12, num_kv_heads=1, **settings))
@@ -299,7 +300,9 @@ def test_normalized_values_do_not_depend_on_their_length():
     longer = {**params, "layers/block_0": {**local, "value": 3 * local["value"]}}
     keys = {**params, "layers/block_1": {**own, "key": 3 * own["key"]}}  # which are values, too
     for changed in (longer, keys):
-        np.testing.assert_allclose(TWO_SIZES.logits(changed, BATCH), TWO_SIZES.logits(params, BATCH), atol=1e-4)
+        np.testing.assert_allclose(
+            jax.jit(TWO_SIZES.logits)(changed, BATCH), jax.jit(TWO_SIZES.logits)(params, BATCH), atol=1e-4
+        )
 
 
 def test_a_scale_of_layers_multiplies_the_stream_and_is_frozen():
@@ -361,7 +364,7 @@ def test_each_layer_has_its_own_scale_of_scores(positions):
 
     def logits(*scales):
         mixer = tuple(Attention(scale=scale) for scale in scales)
-        return dataclasses.replace(PLAIN, mixer=mixer, **of_positions).logits(params, BATCH)
+        return jax.jit(dataclasses.replace(PLAIN, mixer=mixer, **of_positions).logits)(params, BATCH)
 
     usual = PLAIN.head_width**-0.5
     np.testing.assert_allclose(logits(usual, usual), logits(None), atol=1e-5)

@@ -61,7 +61,7 @@ def test_keys_are_those_of_the_last_layer_with_the_same_attention():
         made = params[f"first_layers/{block}"]
         silent = {**made, "output": made["output"].at[layer].set(0)}
         other = {**silent, "value": made["value"].at[layer].add(1.0)}
-        one, two = (MODEL.logits({**params, f"first_layers/{block}": of}, BATCH) for of in (silent, other))
+        one, two = (jax.jit(MODEL.logits)({**params, f"first_layers/{block}": of}, BATCH) for of in (silent, other))
         return float(np.abs(one - two).max())
 
     for block in ("block_0", "block_1"):
@@ -93,7 +93,7 @@ def test_segments_do_not_see_one_another_through_shared_keys():
     row = {"segment_ids": segments, "positions": positions}
     batch = BATCH | {name: jnp.broadcast_to(a, BATCH["inputs"].shape) for name, a in row.items()}
     other = batch | {"inputs": batch["inputs"].at[:, :at].add(1) % VOCAB}
-    found, changed = (MODEL.logits(params, one)[:, at:] for one in (batch, other))
+    found, changed = (jax.jit(MODEL.logits)(params, one)[:, at:] for one in (batch, other))
     np.testing.assert_allclose(found, changed, atol=1e-5)
 
 

@@ -82,7 +82,7 @@ class TestHuggingFaceParity:
     batch = batch_of(FIXTURE["input_ids"])
 
     def test_logits_hidden_and_loss(self, params):
-        np.testing.assert_allclose(MODEL.logits(params, self.batch), FIXTURE["logits"], atol=5e-5, rtol=0)
+        np.testing.assert_allclose(jax.jit(MODEL.logits)(params, self.batch), FIXTURE["logits"], atol=5e-5, rtol=0)
         np.testing.assert_allclose(mean_loss(MODEL, params, self.batch), FIXTURE["loss"], atol=1e-5, rtol=0)
         for layers in (1, 2, 3):
             shorter = dataclasses.replace(MODEL, num_layers=layers)
@@ -97,7 +97,7 @@ class TestHuggingFaceParity:
         batch["segment_ids"] = jnp.asarray(mask, jnp.int32)
         np.testing.assert_allclose(mean_loss(MODEL, params, batch), FIXTURE["masked/loss"], atol=1e-5, rtol=0)
         valid = mask.astype(bool)
-        ours = np.asarray(MODEL.logits(params, batch))[valid]
+        ours = np.asarray(jax.jit(MODEL.logits)(params, batch))[valid]
         np.testing.assert_allclose(ours, FIXTURE["masked/logits"][valid], atol=5e-5, rtol=0)
 
     def test_every_gradient(self, params):
@@ -145,7 +145,7 @@ class TestHuggingFaceParity:
 
     def test_bfloat16_stays_near(self, params):
         narrow = dataclasses.replace(MODEL, dtype="bfloat16")
-        error = np.asarray(narrow.logits(params, self.batch)) - FIXTURE["logits"]
+        error = np.asarray(jax.jit(narrow.logits)(params, self.batch)) - FIXTURE["logits"]
         assert np.std(error) < 0.03 * np.std(FIXTURE["logits"])
         # Measured 0.128; rounding the weights alone, with all else in float32, moves a logit by 0.092.
         assert np.max(np.abs(error)) < 0.15
@@ -169,10 +169,10 @@ def packed_batch(lengths, total, seed=0):
 @pytest.mark.covers("D10")
 def test_packed_logits_equal_each_document_alone(params):
     row, documents = packed_batch((7, 12, 5), total=32)
-    packed = MODEL.logits(params, row)
+    packed = jax.jit(MODEL.logits)(params, row)
     at = 0
     for d in documents:
-        alone = MODEL.logits(params, batch_of(d[None].astype(np.int32)))
+        alone = jax.jit(MODEL.logits)(params, batch_of(d[None].astype(np.int32)))
         np.testing.assert_allclose(packed[0, at : at + len(d)], alone[0], atol=2e-5, rtol=0)
         at += len(d)
 
@@ -181,7 +181,7 @@ def test_packed_logits_equal_each_document_alone(params):
 def test_causality(params):
     batch = batch_of(FIXTURE["input_ids"])
     changed = {**batch, "inputs": batch["inputs"].at[:, 20].add(1)}
-    difference = np.abs(MODEL.logits(params, batch) - MODEL.logits(params, changed)).max(axis=(0, 2))
+    difference = np.abs(jax.jit(MODEL.logits)(params, batch) - jax.jit(MODEL.logits)(params, changed)).max(axis=(0, 2))
     assert np.all(difference[:20] == 0)
     assert np.all(difference[20:] > 0)
 

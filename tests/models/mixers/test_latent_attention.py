@@ -85,7 +85,7 @@ def test_an_adapter_of_the_matrix_that_generation_absorbs_is_applied():
     made = params(model)
     moved = jax.tree.map(lambda a: a + 0.1 * jax.random.normal(jax.random.key(1), a.shape), made)
     check_generation(model, moved)
-    assert not np.allclose(model.logits(made, BATCH), model.logits(moved, BATCH))
+    assert not np.allclose(jax.jit(model.logits)(made, BATCH), jax.jit(model.logits)(moved, BATCH))
 
 
 def test_scores_are_sharpened_by_the_factor_of_a_scaling():

@@ -81,7 +81,7 @@ def test_a_row_and_its_segments_depend_on_nothing_else(soft):
     words[1:, -2], words[0, -2] = 7, 8
     other = {**batch, "images": images, "inputs": words}
     size = subjects.PATCHES + subjects.QUESTION + subjects.ANSWER
-    first, again = (np.asarray(soft.logits(soft.params, b))[0] for b in (batch, other))
+    first, again = (np.asarray(jax.jit(soft.logits)(soft.params, b))[0] for b in (batch, other))
     np.testing.assert_array_equal(first[:size], again[:size])
     assert np.abs(first[size:] - again[size:]).max() > 1e-3
     chosen = [soft.evaluated(soft.params, b).extras["chosen"][0, : subjects.PATCHES] for b in (batch, other)]
@@ -92,11 +92,13 @@ def test_the_question_is_seen_by_the_image_and_the_answer_by_nobody_before(soft)
     """A patch sees the question after it; no position sees the answer before its own."""
     batch = soft.batch
     last = subjects.PATCHES + subjects.QUESTION  # of the first segment: its answer
-    before = np.asarray(soft.logits(soft.params, batch))[:, :last]
+    before = np.asarray(jax.jit(soft.logits)(soft.params, batch))[:, :last]
     answer, question = batch["inputs"].copy(), batch["inputs"].copy()
     answer[:, last], question[:, last - 1] = 5, 5
-    np.testing.assert_array_equal(np.asarray(soft.logits(soft.params, {**batch, "inputs": answer}))[:, :last], before)
-    changed = np.asarray(soft.logits(soft.params, {**batch, "inputs": question}))[:, :last]
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(soft.logits)(soft.params, {**batch, "inputs": answer}))[:, :last], before
+    )
+    changed = np.asarray(jax.jit(soft.logits)(soft.params, {**batch, "inputs": question}))[:, :last]
     assert np.abs(changed - before).max(axis=-1).min() > 0
 
 

@@ -135,7 +135,7 @@ def test_log_probabilities_are_those_of_a_full_pass_and_a_stop_id_ends_its_row()
     ids = jnp.asarray([[4, 8, 15, *free.ids]])
     batch = {"inputs": ids, "targets": ids, "segment_ids": jnp.ones_like(ids), "weights": jnp.ones(ids.shape)}
     batch["positions"] = jnp.arange(ids.shape[1])[None]
-    log_p = jax.nn.log_softmax(model.logits(params, batch))[0]
+    log_p = jax.nn.log_softmax(jax.jit(model.logits)(params, batch))[0]
     want = [log_p[2 + i, token] for i, token in enumerate(free.ids)]
     np.testing.assert_allclose(free.log_probabilities, want, atol=1e-4)
 
@@ -171,7 +171,7 @@ def test_windows_in_the_cache_give_the_ids_of_full_passes(family, monkeypatch):
     for prompt, found in zip(prompts, generator.generate(prompts, max_tokens=12), strict=True):
         ids = jnp.asarray([prompt + found.ids])
         batch = {name: jnp.ones_like(ids) for name in ("segment_ids", "weights", "targets")}
-        logits = model.logits(params, {"inputs": ids, "positions": jnp.arange(ids.shape[1])[None], **batch})
+        logits = jax.jit(model.logits)(params, {"inputs": ids, "positions": jnp.arange(ids.shape[1])[None], **batch})
         assert found.ids == jnp.argmax(logits[0, len(prompt) - 1 : -1], axis=-1).tolist()
 
 
@@ -195,7 +195,7 @@ def test_a_wrapper_that_changes_the_logits_is_generated_from(monkeypatch):
     model, params = generator._program.model, generator._params
     ids = jnp.asarray([[5, 17, 3, *found.ids]])
     batch = {name: jnp.ones_like(ids) for name in ("segment_ids", "weights", "targets")}
-    logits = model.inner.logits(params, {"inputs": ids, "positions": jnp.arange(5)[None], **batch})
+    logits = jax.jit(model.inner.logits)(params, {"inputs": ids, "positions": jnp.arange(5)[None], **batch})
     assert found.ids == jnp.argmin(logits[0, 2:4], axis=-1).tolist()
 
 

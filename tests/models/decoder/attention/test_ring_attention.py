@@ -148,6 +148,6 @@ def test_logits_are_in_the_order_of_the_row():
     positions = jnp.broadcast_to(jnp.arange(16), ids.shape)
     batch = {"inputs": ids, "targets": zeros, "segment_ids": zeros, "positions": positions, "weights": zeros + 1.0}
     params = model.init(jax.random.key(0), batch)
-    want = model.logits(params, batch)
+    want = jax.jit(model.logits)(params, batch)
     with ring(4, "v4-32").tracing():
         assert_equal([jax.jit(model.logits)(params, batch)], [want], atol=1e-5)
