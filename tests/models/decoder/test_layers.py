@@ -1,6 +1,7 @@
 """Decoders whose layers have different mixers and feed-forwards."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -30,7 +31,9 @@ ALTERNATING = dataclasses.replace(
 )
 
 
+@functools.cache
 def params_of(model):
+    """Initial parameters of which none is zero, not even scales and biases that start at zero."""
     params = jax.jit(model.init)(jax.random.key(0), BATCH)
     noise = lambda a: np.random.default_rng(a.size).normal(size=a.shape, scale=0.1).astype(a.dtype)  # noqa: E731
     return jax.tree.map(lambda a: a + noise(a), params)
