@@ -1,6 +1,7 @@
 """The reader: what its relevance depends on, gradients, its own answers, and wrong settings."""
 
 import dataclasses
+import functools
 
 import haiku as hk
 import jax
@@ -17,8 +18,19 @@ from tests.models.vision import subjects
 READER = Reader(block=2, width=8)
 
 
+def transformed(function):
+    """A function with parameters, whose `init` and `apply` are compiled."""
+    run = hk.transform(function)
+    return hk.Transformed(jax.jit(run.init), jax.jit(run.apply))
+
+
+@functools.cache
+def relevance_of(reader):
+    return transformed(lambda *inputs: reader.glimpsed(*inputs).relevance)
+
+
 def relevance(reader, patches, words, is_word):
-    run = hk.transform(lambda *inputs: reader.glimpsed(*inputs).relevance)
+    run = relevance_of(reader)
     inputs = (jnp.asarray(patches), jnp.asarray(words), jnp.asarray(is_word))
     return np.asarray(run.apply(run.init(jax.random.key(0), *inputs), None, *inputs))
 
@@ -82,24 +94,27 @@ def test_choices_train_where_the_last_glimpse_looks_unless_the_reader_points(poi
     images = jnp.asarray(rng.integers(0, 256, (2, 16, 16, 3), dtype=np.uint8))
     patches, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 16, 12), (2, 16)))
     words = jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32)
-    run = hk.transform(lambda: selector.scores(images, patches, words, jnp.ones((2, 1, 3)))[0])
+    run = transformed(lambda: selector.scores(images, patches, words, jnp.ones((2, 1, 3)))[0])
     params = run.init(jax.random.key(0))
-    grads = jax.grad(lambda p: jnp.sum(weights * run.apply(p, None)))(params)["~"]
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(weights * run.apply(p, None))))(params)["~"]
     assert (np.abs(grads["selector_reader_1_query"]).max() == 0) == points
     assert np.abs(grads["selector_reader_0_query"]).max() > 0
 
 
 def glimpsed(reader, patches, changes=None):
     """Returns a reader's result for patches [B, 16, 12], and its answers; `changes` replace some parameters."""
-    words = jnp.asarray(np.random.default_rng(1).normal(size=(len(patches), 5, 6)), jnp.float32)
+    run, words = glimpses_of(reader), np.random.default_rng(1).normal(size=(len(patches), 5, 6)).astype(np.float32)
+    params = run.init(jax.random.key(0), patches, words)
+    return jax.tree.map(np.asarray, run.apply({"~": {**params["~"], **(changes or {})}}, None, patches, words))
 
-    def both():
+
+@functools.cache
+def glimpses_of(reader):
+    def both(patches, words):
         found = reader.glimpsed(patches, words, jnp.ones((len(patches), 5)))
         return found, found.log_answers(7)
 
-    run = hk.transform(both)
-    params = run.init(jax.random.key(0))
-    return jax.tree.map(np.asarray, run.apply({"~": {**params["~"], **(changes or {})}}, None))
+    return transformed(both)
 
 
 def test_a_reader_that_points_answers_from_the_content_of_each_block_wherever_it_lies():
@@ -159,7 +174,7 @@ def test_blocks_that_a_reader_points_at_come_first_among_equal_patches():
     rng = np.random.default_rng(0)
     images = jnp.asarray(rng.integers(0, 256, (6, 16, 16, 3), dtype=np.uint8))
     patches, words = jnp.asarray(rng.normal(size=(6, 16, 12)), jnp.float32), jnp.zeros((6, 3, 6))
-    run = hk.transform(lambda: selector.scores(images, patches, words, jnp.ones((6, 1, 3)))[0])
+    run = transformed(lambda: selector.scores(images, patches, words, jnp.ones((6, 1, 3)))[0])
     params = run.init(jax.random.key(0))["~"]
     only_blocks = {**params, "selector_gain": jnp.full((1,), -20.0)}  # patches of a block have equal scores
     scores = np.asarray(run.apply({"~": only_blocks}, None))
