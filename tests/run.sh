@@ -29,6 +29,10 @@ quick_flags="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split
 [[ ${RENGA_NEWEST:-} == 1 ]] || quick_flags+=" --xla_cpu_use_fusion_emitters=false"  # later versions have no such flag
 
 if [[ ${1:-} == lab ]]; then
+  if ((optimized)) || ! ((${#selection[@]})); then
+    echo "--all and --optimized are options of the tests, not of lab: leave them out" >&2
+    exit 2
+  fi
   export QUICK_XLA_FLAGS=$quick_flags  # of `lab without --quick`
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
   exec $python -m tests.lab "${@:2}"

@@ -74,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if unknown := [name for name in controls if name not in (*CONTROLS, SHUFFLED)]:
         raise UserError(f"--controls {','.join(unknown)}: expected some of {', '.join((*CONTROLS, SHUFFLED))}")
     if args.all_steps or args.submission or args.simulate:
-        raise UserError("--all-steps, --submission and --simulate do not go with --gates, which runs in one process")
+        raise UserError(
+            "--all-steps, --submission and --simulate do not go with --gates, which runs in one process: leave them out"
+        )
     against = _read_chunks(args.against) if args.against else None
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
     experiment = found.config.build().spans()[-1].experiment

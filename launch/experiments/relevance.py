@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     images, its data are missing, or a question does not say where it points.
     """
     if args.num_examples:
-        raise UserError("--relevance does not use --num-examples")
+        raise UserError("--relevance takes all questions: leave --num-examples out")
     found = asked.opened(args, "--relevance")
     prompts = found.task.prompts
     if prompts is not None and prompts.input.processor.crop is not None:

@@ -24,12 +24,15 @@ from core.errors import UserError
 from core.hosts import exit_codes
 from core.training import supervise
 from launch.hosts import gcloud, workstation
-from launch.hosts.gcloud import Step, Tpu
+from launch.hosts.gcloud import GONE, Step, Tpu
 
 ACTIONS = ("create", "queue", "delete")
-# States of a lost TPU, and of a TPU that is being created or queued for:
-GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED", "NOT_FOUND")
-_QUEUED = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
+_QUEUED = (
+    "CREATING",
+    "ACCEPTED",
+    "WAITING_FOR_RESOURCES",
+    "PROVISIONING",
+)  # states of a TPU that is created or queued for
 POLL_SECONDS = 60.0
 _TRIES = 30  # tries of one restart; capacity may be missing for some hours
 _LONGEST_PAUSE = 10  # most polls between two tries

@@ -95,22 +95,27 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
 
 def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
     found = gcloud.describe(tpu)
-    if found.problem:
+    if found.state == "NOT_FOUND":
         raise UserError(
             f"gcloud finds no TPU {tpu.name!r} in {tpu.zone}: {found.problem} (expected its name, zone and "
             "project, as --tpu, --zone and --project)"
         )
+    if found.problem:
+        raise UserError(f"gcloud cannot describe TPU {tpu.name!r} in {tpu.zone}: {found.problem}")
     if found.state != "READY":
-        state = found.state or "in an unknown state"
-        raise UserError(
-            f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY: wait until "
-            "it is, or create it anew"
+        is_gone = found.state in gcloud.GONE
+        remedy = (
+            "delete it and create it anew (launch/pod.sh delete, launch/pod.sh create)"
+            if is_gone
+            else "wait until it is"
         )
+        state = found.state or "in an unknown state"
+        raise UserError(f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY: {remedy}")
     tpu_host.require_slice(slice_, accelerator_type=found.accelerator_type or None, where=f"TPU {tpu.name}")
     if slice_.num_slices > 1 and not found.address:
         raise UserError(
-            f"gcloud has no address of host 0 of {tpu.name}, which the slices need to join: expected one in "
-            "the output of gcloud compute tpus tpu-vm describe"
+            f"gcloud has no address of host 0 of {tpu.name}, which the slices need to join: delete it and create it "
+            "anew (launch/pod.sh delete, launch/pod.sh create)"
         )
     return found
 

@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     """How a program ended.
 
     Attributes:
-      passed: whether it ran to its end.
+      passed: whether it ran to its end. A program that means to deceive can forge that (docs/explanation/trust.md).
       why: "" if it passed; otherwise the name of a builtin error, `timed out`, `ended early` or `killed by signal N`.
         It never has text from the program, which could contain what the program has read.
     """

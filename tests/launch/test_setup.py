@@ -378,6 +378,18 @@ def test_options_of_the_tests_come_in_any_order(machine, arguments, python, pass
     said = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=True).stdout
     assert f"{python}: -m pytest -n 3 --dist loadfile --no-loadscope-reorder {passed_on} XLA_FLAGS=" in said
     assert ("--xla_backend_optimization_level=0" in said) == ("--optimized" not in arguments)
+    assert ("fusion_emitters" in said) == ("--optimized" not in arguments and python == ".venv")
+
+
+@pytest.mark.parametrize("option", ["--all", "--optimized", "--all --newest"])
+def test_equipment_has_no_options_of_the_tests(machine, option):
+    machine.script(machine.root / "launch/setup.sh", "#!/bin/bash\n")
+    (machine.root / "tests").mkdir()
+    shutil.copy(ROOT / "tests/run.sh", machine.root / "tests")
+    command = ["bash", str(machine.root / "tests/run.sh"), *option.split(), "lab", "soak"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not of lab: leave them out" in done.stderr
 
 
 def test_two_simultaneous_setups_install_once(either):

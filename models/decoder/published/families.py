@@ -63,8 +63,7 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
         problems = published_keys.problems(config, {"text_config", "tie_word_embeddings", *family.around})
         if (inner := text.get("model_type", family.inside)) != family.inside:
             problems.append(f"text_config has model_type = {inner!r}, expected {family.inside!r}")
-        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", family.keys["tie_word_embeddings"])}
-        text = {**tied, **text} if family.ties_inside else {**text, **tied}
+        text = language_model(family, config)
     found = values(family, text)
     problems += published_keys.problems(text, {*family.keys, *family.aliases, *family.others}, family.quantized)
     problems += [line for key in family.keys if (line := family.problem(key, found[key]))]
@@ -74,6 +73,17 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
         return family.read(found)
     except UserError as error:
         raise UserError(f"{where} (model_type {kind}): {error}") from error
+
+
+def language_model(family: Family, config: Config) -> Config:
+    """Returns the part of a configuration that describes the language model: all of it, or the `text_config` inside.
+
+    `tie_word_embeddings` may stand outside of `text_config`, too; the result has the value that applies.
+    """
+    if not family.inside:
+        return config
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings", family.keys["tie_word_embeddings"])}
+    return {**tied, **config["text_config"]} if family.ties_inside else {**config["text_config"], **tied}
 
 
 def values(family: Family, config: Config) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     is_tied = decoder.tied and families.fields(config, where=where)["tied"]
     family = families.known()[config["model_type"]]
     quantization = config.get("quantization_config") or {}
-    text = config["text_config"] if family.inside else config
+    values = families.values(family, families.language_model(family, config))
     dequantized = family.quantized.get(published_keys.method(quantization))
     otherwise = (
         f"{where} has tie_word_embeddings = true, but transformers would use both, because they differ; set "
@@ -156,7 +156,7 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
         published_files.weights(folder),
         family.sources(decoder),
         prefixes=family.prefixes,
-        ignored=(*NOT_PARAMETERS, *family.ignored(families.values(family, text))),
+        ignored=(*NOT_PARAMETERS, *family.ignored(values)),
         copies=_copies(decoder, otherwise, is_tied=is_tied),
         limits={"vocab": decoder.vocab_size},
         dequantized=None if dequantized is None else lambda tensors: dequantized(tensors, quantization),

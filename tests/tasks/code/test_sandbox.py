@@ -25,6 +25,14 @@ def test_programs_that_compute_pass():
     assert outcome("def f(:") == Outcome(False, "SyntaxError")
 
 
+def test_a_program_that_ends_early_fails_unless_it_forges_the_token():
+    """docs/explanation/trust.md tells of the forgery: a program can read its own pipe."""
+    assert outcome("import os\nos._exit(0)") == Outcome(False, "ended early")
+    forged = "import os\nos.write({answer}, os.read({token}, 200))\nos._exit(0)"
+    found = {outcome(forged.format(answer=answer, token=token)) for answer, token in ((3, 4), (4, 5), (4, 3), (5, 6))}
+    assert Outcome(True) in found
+
+
 @pytest.mark.covers("N14")
 def test_a_fork_bomb_starts_no_process():
     """200 attempts, so that a sandbox that failed would not harm the machine."""

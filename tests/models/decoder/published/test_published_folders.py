@@ -548,6 +548,18 @@ def test_layers_for_later_tokens_of_deepseek_are_as_many_as_the_configuration_sa
         assert source.problems(*wanted) == [f"left over: {name} [4]" for name in later[count:]], change
 
 
+def test_keys_that_layers_inside_text_config_share_are_not_read(tmp_path):
+    base = cases.BASES["gemma4_unified"]
+    config = {**base, "text_config": {**base["text_config"], "num_kv_shared_layers": 2}}
+    layers = base["text_config"]["num_hidden_layers"]
+    left = [f"model.language_model.layers.{layer}.self_attn.k_proj.weight" for layer in (layers - 2, layers - 1)]
+    folder = written(config, tmp_path, **dict.fromkeys(left, np.ones(4, "f4")))
+    model = pretrained.model(str(folder), dtype="float32", vocab_multiple=1)
+    source = model.published(str(folder))
+    assert [note.rpartition(" ")[2] for note in source.notes] == left
+    assert source.problems(*logical.abstract_init(model.init, jax.random.key(0), batch())) == []
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_an_adapter_beside_a_model_is_an_error(name, tmp_path):
     folder = written(LLAMA, tmp_path)
