@@ -9,7 +9,7 @@ follows.
 
 Axes that also shard parameters (fsdp) stay automatic by default: one gather and one reduction per microbatch, without
 extra memory. With `gather_once` they are manual too: parameters are gathered before the loop and gradients scattered
-after it, which requires full copies of both on every chip (`gathered_bytes`).
+after it, so that every chip stores both without sharding over these axes (`gathered_bytes`).
 """
 
 import math
@@ -27,13 +27,13 @@ from parallel.strategy import Strategy
 
 
 def manual_axes(tables: Strategy, shape: Mapping[str, int], *, gather_once: bool) -> set[str]:
-    """Returns the mesh axes of degree above 1 that shard rows; without `gather_once`, those that shard only rows."""
+    """Returns the mesh axes of degree above 1 that shard rows; without `gather_once`, those that shard no parameter."""
     rows = {axis for axis in logical.mesh_axes(tables.activation_rules["batch"]) if shape[axis] > 1}
     return rows if gather_once else rows - _stored(tables)
 
 
 def outermost_axes(tables: Strategy) -> list[str]:
-    """Returns the mesh axes of rows in the order in which they become manual: axes that replicate parameters first."""
+    """Returns the mesh axes that shard rows, in the order in which they become manual: first those of no parameter."""
     return sorted(logical.mesh_axes(tables.activation_rules["batch"]), key=_stored(tables).__contains__)
 
 
@@ -46,7 +46,7 @@ def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.S
     """Returns a function like `core.step.sum_gradients` that reduces only once over the manual axes.
 
     Args:
-      manual: the result of `manual_axes`.
+      manual: the result of `manual_axes`; if it is empty, `core.step.sum_gradients` itself is returned.
       param_axes: tree of `Axes` of the parameters.
       tables: the strategy.
     """
@@ -85,7 +85,7 @@ def _sharded_dimensions(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]
 
 
 def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers the shards of an array along the dimensions that `spec` shards over manual axes."""
+    """Gathers the shards of an array along the dimensions that `spec` shards; all axes in `spec` are manual."""
     for dimension, axes in _sharded_dimensions(spec):
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x
@@ -108,8 +108,8 @@ def gathered_bytes(
     Args:
       params: the parameters, or their shapes.
       param_axes: the `Axes` of each parameter.
-      param_rules: mesh axes of logical axes, for parameters.
-      shape: size of each mesh axis.
+      param_rules: the strategy's table of stored parameters.
+      shape: degree by mesh axis.
       manual: the mesh axes over which parameters are gathered.
     """
 

@@ -1,6 +1,6 @@
-"""Runs every collective on every axis of a mesh, checks its results and measures its speed.
+"""Runs five collectives along each axis of a mesh, checks their results and measures their speed.
 
-Chip p of n along an axis holds n chunks; chunk c is filled with p + c. So every answer is known in advance:
+Chip p of n along an axis holds n chunks; chunk c is filled with p + c. The results are therefore known in advance:
 
     all-reduce       chunk c: n (n - 1) / 2 + n c
     all-gather       row q, chunk c: q + c
@@ -28,7 +28,7 @@ class Trip(NamedTuple):
 
     Attributes:
       collective, axis: its name; the mesh axis.
-      is_right: whether this host's chips got what they should.
+      is_right: whether the results on this host's chips are correct.
       bytes_per_second: the fewest bytes that each chip must send, divided by the time of the fastest repeat.
     """
 
@@ -72,9 +72,9 @@ def _collectives(axis: str, n: int) -> dict[str, _Collective]:
 
 
 def trips(mesh: Mesh, *, bytes_per_chip: int) -> list[Trip]:
-    """Runs every collective on every axis with more than one chip. All hosts must call it.
+    """Runs each of the five collectives along each mesh axis with more than one chip. All hosts must call it.
 
-    Each chip begins with about `bytes_per_chip` of float32.
+    Each chip begins with about `bytes_per_chip` bytes of float32.
     """
     found = []
     for axis, n in mesh.shape.items():

@@ -1,4 +1,4 @@
-"""Runs the layers of a stack on slices of CPUs."""
+"""Runs layer stacks (`core.stack`) on slices of CPUs."""
 
 import dataclasses
 from typing import Any
@@ -13,9 +13,9 @@ def cpu_runner(
 ) -> tuple[Any, stack.Outputs]:
     """Runs a small stack (`LayerFn.is_small`) without a loop, and others with a scan.
 
-    On CPUs a loop copies what each layer saves for the backward pass to stacked arrays and reads them back. Without
-    one a step is faster and needs a little more memory (docs/results/speed-on-cpus.md). The time of compilation grows
-    with the layers. Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory.
+    On CPUs a loop copies what each layer saves for the backward pass to stacked arrays and reads it back. Without a
+    loop a step is faster and needs a little more memory (docs/results/speed-on-cpus.md), but takes longer to compile.
+    Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory.
 
     Args:
       fn, stacked, x, side, tail: as in `core.stack.scan_runner`.
@@ -28,7 +28,7 @@ def cpu_runner(
 
 
 def _with_weights_as_stored(fn: stack.LayerFn) -> stack.LayerFn:
-    """Constrains the weights of each layer to the layout of the stack they come from.
+    """Returns the layer with its weights constrained to the layout of the stack that they come from.
 
     Otherwise XLA gathers slices of the stack, [1, ...], and copies every gathered matrix once more.
     """

@@ -1,7 +1,7 @@
 """Helpers for custom derivatives of layer stacks: which arguments have gradients, and their values.
 
-A runner that writes out the backward pass of a stack (a pipeline, or `parallel.overlapped`) separates the inputs of a
-layer that have gradients from the others, and computes none for frozen parameters.
+A runner (`core.stack.Runner`) with a backward pass of its own, such as a pipeline or `parallel.overlapped`, separates
+the inputs of a layer that have gradients from the others, and computes no gradients of frozen parameters.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Weights(NamedTuple):
     """The differentiable inputs of a layer; takes the place of `Layer.params` when a runner computes the gradients.
 
     Attributes:
-      params: the model's parameters.
+      params: the parameters of the layer.
       inputs: list of the floating-point arrays of `layer_in`.
     """
 
@@ -49,7 +49,7 @@ class Trained:
         return [leaf for leaf, yes in zip(leaves, self.leaves, strict=True) if yes]
 
     def fill(self, trained: list, others: Any = None) -> Any:
-        """Returns the tree with these trained leaves, and in other places the leaves of the tree `others`, or None."""
+        """Returns the tree with the leaves `trained` in their places; the rest is from the tree `others`, or None."""
         rest = jax.tree.leaves(others) if others is not None else [None] * len(self.leaves)
         found = iter(trained)
         leaves = [next(found) if yes else other for yes, other in zip(self.leaves, rest, strict=True)]
@@ -57,11 +57,11 @@ class Trained:
 
 
 def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer]:
-    """Separates the floating-point inputs of layers, which have gradients, from the others.
+    """Moves the floating-point arrays of `layer_in`, which have gradients, to the parameters of the layers.
 
     Returns:
-      A `LayerFn` whose parameters are `Weights`; the `Weights` of all layers; and a `Layer` with their keys and other
-      inputs.
+      A `LayerFn` whose parameters are `Weights`; the `Weights` of all layers; and a `Layer` with their keys and the
+      other arrays of `layer_in`, without parameters.
     """
     leaves, structure = jax.tree.flatten(stacked.inputs)
     is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
@@ -87,7 +87,10 @@ def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer
 
 
 def trained(weights: Any) -> Trained:
-    """Returns which leaves of `weights` are differentiated, in the forward rule of a VJP with `symbolic_zeros`."""
+    """Returns which leaves of `weights` are differentiated.
+
+    `weights` is an argument of the forward rule of a `jax.custom_vjp` with `symbolic_zeros=True`.
+    """
     leaves, structure = jax.tree.flatten(weights)
     return Trained(structure, tuple(leaf.perturbed for leaf in leaves))
 
@@ -96,7 +99,7 @@ def values(args: tuple, *, what: str) -> tuple:
     """Returns the arguments of a runner's forward rule as arrays; `what` names the runner in errors.
 
     Raises:
-      UserError: the side, which is the last argument, depends on parameters.
+      UserError: the last argument, the side inputs of the stack, depends on parameters.
     """
     leaves = jax.tree_util.tree_leaves_with_path(args[-1])
     found = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf.perturbed]
@@ -109,7 +112,7 @@ def values(args: tuple, *, what: str) -> tuple:
 
 
 def without_gradient(fn: Any, why_not: str) -> Any:
-    """Returns `fn` with a derivative that raises UserError with this message."""
+    """Returns `fn`; its gradient raises UserError with the message `why_not`."""
     call = jax.custom_vjp(fn)
 
     def forward(*args: Any) -> Any:

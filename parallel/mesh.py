@@ -6,9 +6,8 @@ TPU slice have no coordinates, so they get those of the chips that they stand fo
 of the real slice (v4-32, fsdp 16: host 0 supplies rows 0, 4, 8, 12), which the default order of CPU devices would not
 show.
 
-On a real slice the rows of a host are often strided, and several hosts may supply the same row. They are therefore read
-from the sharding of the batch, never computed from host indices, and `put` checks that a host supplies as many rows as
-that.
+On a real slice the rows of a host are often strided, and several hosts may supply the same row. The rows of a host are
+therefore read from the sharding of the batch, never computed from its index, and `put` checks their number.
 """
 
 import contextlib
@@ -63,9 +62,11 @@ def make_mesh(
     """Returns the mesh with the given degrees over the devices of one or more slices.
 
     Args:
-      shape: degree by mesh axis over all slices, slowest network first; this order assigns chips to positions.
-      leading: axes that come first in the mesh, without moving a chip. Where manual regions are nested, XLA requires
-        the axes of the outer region before those of the inner one, and aborts the process otherwise.
+      shape: degree by mesh axis over all slices, slowest network first; this order assigns chips to positions. The
+        product is `slice.devices`.
+      leading: axes that come first in the mesh; each chip keeps its coordinate along every axis. Where manual regions
+        are nested, XLA requires the axes of the outer region before those of the inner one, and aborts the process
+        otherwise.
       dcn_shape: degree by mesh axis across slices; the product is `slice.num_slices`. None: a single slice.
       slice: the slice that the devices are, or simulate.
       devices: all devices of all hosts; CPU devices may be more than `slice.devices`.
@@ -115,7 +116,12 @@ def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
 
 
 def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Described]:
-    """Describes the first `slice.devices` CPU devices, sorted by process, as those of the slice they simulate."""
+    """Describes CPU devices as the devices of the TPU slice that they simulate.
+
+    Args:
+      devices: CPU devices, sorted by process and ID; the first `slice.devices` of them are described.
+      slice: a TPU slice.
+    """
     places = [
         ((c[0], c[1], *c[2:], 0)[:3], core) for host in slice.devices_by_host() for *c, core in host
     ] * slice.num_slices
@@ -137,7 +143,7 @@ def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Desc
 
 
 def _described(device: jax.Device, slice: Slice) -> _Described:
-    """Describes a TPU device, by the first kind in our table: JAX chooses the order of some slices by the kind."""
+    """Describes a TPU device, with the first of `slice.chip.kinds`: JAX orders the chips of some slices by the kind."""
     return _Described(
         device=device,
         id=device.id,
@@ -153,7 +159,7 @@ def devices_of(slice: Slice) -> list[jax.Device]:
     """Returns devices to which a program for the slice can be bound here, without its hardware.
 
     For a TPU slice they are libtpu's descriptions of its devices, for which programs can be compiled. For GPUs and CPUs
-    they are CPU devices of this process, which must have as many (`jax_num_cpu_devices`).
+    they are the first `slice.devices` CPU devices that JAX has, or fewer if it has fewer (`jax_num_cpu_devices`).
     """
     return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.devices]
 
@@ -180,7 +186,7 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Context that sets those of the environment variables that are not set yet, and unsets them at its end."""
+    """Context that sets these environment variables, except those already set, and unsets them at the end."""
     added = {k: v for k, v in values.items() if k not in os.environ}
     os.environ.update(added)
     try:
@@ -231,7 +237,7 @@ def put(
       batch: arrays [rows of this host, ...], in the order of `rows`.
       spec: fields of the global batch.
       layouts: sharding of every array of the global batch.
-      rows: the rows of this host (`data_layout(...).rows`).
+      rows: the rows of this host, ascending (`data_layout(...).rows`).
 
     Returns:
       Global arrays.

@@ -1,19 +1,20 @@
-"""Runs a layer stack under FSDP with the gradients of a layer reduced while the layer before it computes.
+"""Runs a layer stack under FSDP; the gradients of a layer are reduced during the backward pass of the layer before it.
 
 Left to XLA's partitioner, a layer's gradients are summed over the chips at the end of its backward pass, and v4 chips
 compute nothing meanwhile. Here both passes are loops in a region where the mesh axes of rows are manual. Only the
-shards of the weights are saved; the backward pass gathers them again. It sums the gradients of a layer while it
-computes the next one, which does not need the sums:
+shards of the weights are saved; the backward pass gathers them again. It sums the gradients of layer l + 1 while it
+computes those of layer l, which do not depend on the sums:
 
     for l = L - 1, ..., 0:   dW[l + 1] = sum over chips of (pending);   pending, dx = vjp of layer l (dx)
     dW[0] = sum over chips of (pending)
 
-The sums go around rings (`parallel.ring_reduction`). They take as much memory as the gathered gradients of one layer.
-Over mesh axes of rows that replicate parameters, the sums of all layers are added after the loop.
+The sums go around rings (`parallel.ring_reduction`). Gradients that wait for their sum take as much memory as the
+gathered weights of one layer. Over mesh axes of rows that replicate parameters, the gradients of all layers are summed
+after the loop.
 
-A layer saves what `jax.vjp` returns for it, except the arrays that are inputs of the layer (`_Saved`): the backward
-pass has these, or gathers them again. The saved arrays [L, ...] of all chips are concatenated along their first
-dimension when they leave the manual region, and split again when they enter it.
+A layer saves what `jax.vjp` returns for it, except its weights, key, side inputs and entry of `layer_in` (`_Saved`):
+the backward pass has these, or gathers them again. The saved arrays [L, ...] of all chips are concatenated along their
+first dimension when they leave the manual region, and split again when they enter it.
 """
 
 import dataclasses
@@ -36,12 +37,12 @@ _WHAT = "overlap_reduction"
 
 
 def runner(param_rules: Rules, activation_rules: Rules, *, otherwise: stack.Runner) -> stack.Runner:
-    """Returns a runner of layer stacks; models must be traced inside `jax.set_mesh`.
+    """Returns a runner of layer stacks (`core.stack.Runner`); models must be traced inside `jax.set_mesh`.
 
     Args:
       param_rules, activation_rules: the tables of a strategy whose mesh axes all shard rows.
-      otherwise: runs the stacks that this runner does not: first layers (`core.stack.First`), those whose weights are
-          gathered already and, without a gradient, those that it refuses to differentiate.
+      otherwise: runs the stacks that this runner does not: first layers (`core.stack.First`), stacks whose weights are
+        gathered already and, without a gradient, stacks that it cannot differentiate.
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -99,12 +100,14 @@ def _why_not(fn: LayerFn, x: Stream, groups: int) -> str:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["structure", "inputs"])
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """Arrays that the backward pass of a layer reads, besides the inputs of the layer.
+    """Arrays that the backward pass of a layer reads, besides inputs that it has anyway.
+
+    Inputs are here the layer's weights, key, side inputs and entry of `layer_in`, but not x.
 
     Attributes:
-      arrays: those that are not inputs of the layer.
-      structure: structure of the function that `jax.vjp` returned.
-      inputs: for each leaf of that function, its number among the inputs of the layer; None for one of `arrays`.
+      arrays: those that are not inputs.
+      structure: pytree structure of the function that `jax.vjp` returned.
+      inputs: for each leaf of that function, its index among the inputs; None for one of `arrays`.
     """
 
     arrays: list[jax.Array]
@@ -113,13 +116,13 @@ class _Saved:
 
     @classmethod
     def of(cls, vjp: Callable, inputs: Sequence[jax.Array]) -> "_Saved":
-        """Separates the arrays of `vjp` from the inputs of the layer, of which no copy is saved."""
+        """Separates the arrays of `vjp`, a result of `jax.vjp`, from `inputs`, of which no copy is saved."""
         leaves, structure = jax.tree.flatten(vjp)
         number = {id(a): i for i, a in enumerate(inputs)}
         return cls([a for a in leaves if id(a) not in number], structure, tuple(number.get(id(a)) for a in leaves))
 
     def vjp(self, inputs: Sequence[jax.Array]) -> Callable:
-        """Returns the function that `jax.vjp` returned, given the inputs of the layer."""
+        """Returns the function that `jax.vjp` returned, from the saved arrays and `inputs`."""
         rest = iter(self.arrays)
         leaves = [next(rest) if number is None else inputs[number] for number in self.inputs]
         return jax.tree.unflatten(self.structure, leaves)
@@ -129,9 +132,9 @@ class _Pending(NamedTuple):
     """The carry of the backward pass.
 
     Attributes:
-      dx: gradient of the output of the layer that runs next, l, tree of [b, ...].
-      grads: gradients of the parameters of layer l + 1, of this chip's rows, not yet reduced; [...].
-      reduced: those of the layers from l + 2 on, [L, ...], sharded as the parameters.
+      dx: gradient of the output of layer l, the next one to run; tree of [b, ...].
+      grads: gradients of the parameters of layer l + 1 from this chip's rows, not yet reduced; [...].
+      reduced: reduced gradients of layers l + 2 and later, sharded as the parameters; [L, ...].
     """
 
     dx: Stream
@@ -144,7 +147,7 @@ class _Passes:
 
     Args:
       fn: one layer.
-      rows: the mesh axes of rows, which are manual inside.
+      rows: the mesh axes that shard rows; they are manual inside.
       stored: tree of specs of the stacked parameters.
     """
 

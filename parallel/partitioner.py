@@ -37,14 +37,14 @@ class Partitioner:
     """A strategy bound to the chips of a slice.
 
     Attributes:
-      strategy: the tables.
+      strategy: the strategy, with its sharding tables.
       slice: the slice that the devices are, or simulate.
-      shape: degree by mesh axis, slowest network first.
+      shape: degree by mesh axis over all slices, slowest network first.
       mesh: the devices; its axes may be in another order.
     """
 
     def __init__(self, tables: strategy.Strategy, *, slice: Slice, devices: Sequence[jax.Device]):
-        """Makes the mesh of a strategy. Raises UserError if strategy, slice and devices do not fit."""
+        """Makes the mesh of a strategy. Raises UserError if strategy, slice and devices do not fit each other."""
         self.strategy = tables
         self.slice = slice
         self.shape = strategy.resolve(tables, slice)
@@ -53,7 +53,7 @@ class Partitioner:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Context in which a model is traced with this mesh and these tables."""
+        """Context in which a model is traced with this mesh, the strategy's tables, and its way to run layer stacks."""
         tables = self.strategy
         run = stack.use_runner(self._runner) if self._runner else contextlib.nullcontext()
         rules = logical.sharding_rules(tables.activation_rules, tables.param_rules)
@@ -61,9 +61,9 @@ class Partitioner:
             yield
 
     def platform_context(self) -> contextlib.AbstractContextManager:
-        """Context in which only implementations for CPUs are traced on a slice of CPUs, and all on any other slice.
+        """Context that makes `core.platforms.by_platform` trace only implementations for CPUs if the slice is of CPUs.
 
-        A simulated TPU slice counts as a TPU slice.
+        For other slices, implementations for every platform are traced, even if CPU devices simulate the slice.
         """
         return platforms.use("cpu" if self.slice.generation == "cpu" else None)
 
@@ -107,7 +107,7 @@ class Partitioner:
         """Returns the rows of a global batch that this host supplies.
 
         Raises:
-          UserError: the rows do not divide over the chips.
+          UserError: the rows do not divide evenly over the chips.
         """
         rows = {"rows": Field((batch_size,), jnp.int32, ("batch",))}
         return mesh.data_layout(self.batch_shardings(rows)["rows"], batch_size)
@@ -121,8 +121,8 @@ class Partitioner:
           accum_steps: microbatches per step.
 
         Raises:
-          UserError: it does not divide; suggests sizes that fit both. A batch that fits the streams may be left to
-            `schedules.check_rows`, which also checks the chips.
+          UserError: it does not divide; the message suggests sizes that fit both. A batch that divides over the streams
+            but not over the chips may be left to `schedules.check_rows`.
         """
         cuts = accum_steps * (self.pipeline.num_microbatches if self.pipeline else 1)
         groups = self.row_shards * cuts
@@ -158,17 +158,17 @@ class Partitioner:
           optimizer: the optimizer.
           spec: fields of a global batch.
           seed: seed of initialization and training.
-          accum_steps: microbatches per step, whose gradients are added.
+          accum_steps: microbatches per step, whose gradients are added; at least 1.
           gather_once: whether parameters are gathered once per step, not per microbatch (`parallel.accumulation`).
           skip_non_finite: whether a step with a non-finite loss or gradient is counted, but changes nothing else.
-          compiler_overrides: options of `parallel.compiled.compiler_options` to change, by name.
+          compiler_overrides: options of `parallel.compiled.compiler_options` to change, by name; None: no changes.
           frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
             that the model freezes.
           frozen_dtype: dtype in which floating-point parameters that match `frozen` are stored.
 
         Raises:
           UserError: `accum_steps` is below 1, a pattern of `frozen` matches no parameter, or model, optimizer, batch
-              and tables do not fit.
+            and tables do not fit each other.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
         return Program(self, model, optimizer, dict(spec), seed, *flags)
@@ -305,7 +305,7 @@ class Program:
             )
 
     def _check_state(self) -> None:
-        """Raises UserError unless the pipeline fits the model, and then unless the tables do."""
+        """Raises UserError if the pipeline does not fit the model, or otherwise if the tables do not."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
@@ -338,7 +338,7 @@ class Program:
             random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self.spec)
 
     def _division(self) -> str:
-        """Returns the setting that divides the rows of a batch into parts with a loss each; "" if none does."""
+        """Returns the setting that divides a batch into parts whose losses are computed separately; "" if none does."""
         at = self.partitioner
         if self.accum_steps > 1:
             return f"accum_steps = {self.accum_steps}"
@@ -347,9 +347,9 @@ class Program:
         return "overlap_reduction" if at.strategy.overlap_reduction else ""
 
     def _check_activations(self) -> None:
-        """Traces the loss, so that tables that do not fit the computation are reported before the first step.
+        """Traces the evaluation step, to report before the first step that tables do not fit the computation.
 
-        Where a strategy has derivative rules, which reject what they cannot differentiate, the gradient is traced too.
+        Pipelines and `overlap_reduction` reject what they cannot differentiate, so the training step is traced, too.
 
         Raises:
           UserError: the computation does not fit the tables.
@@ -414,7 +414,7 @@ class Program:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that `gather_once` costs each chip with several microbatches; 0 without `gather_once`."""
+        """Bytes that `gather_once` adds per chip (`accumulation.gathered_bytes`); 0 without `gather_once`."""
         at, params = self.partitioner, self.abstract_state.params
         by = (at.strategy.param_rules, at.shape, self.manual_axes)
         return accumulation.gathered_bytes(params, self.axes.params, *by)
@@ -428,7 +428,7 @@ class Program:
     def jitted_statistics_step(self) -> Any:
         """The jitted training step that also computes `core.step.UpdateStatistics`; otherwise as `jitted_train_step`.
 
-        A program of its own, so that the statistics cost the other steps nothing.
+        It is a separate program, so that other steps do not compute the statistics.
         """
         return self._jitted_train_step(with_statistics=True)
 
@@ -472,7 +472,7 @@ class Program:
 
     @property
     def compiler_options(self) -> dict[str, compiler_options.Value] | None:
-        """Options with which the steps are compiled; None on CPU devices, also simulated chips."""
+        """Compiler options of the steps; None if the devices are CPU devices, which may simulate other chips."""
         if self._on_cpus:
             return None
         at = self.partitioner
@@ -494,12 +494,15 @@ class Program:
             return self.jitted_statistics_step(state, batch)
 
     def eval_step(self, state: TrainState, batch: Batch) -> Mapping[str, Any]:
-        """Returns loss and metric sums of one batch."""
+        """Returns the sums of the loss and of the metrics over one batch."""
         with self.partitioner.tracing():
             return self.jitted_eval_step(state, batch)
 
     def answer_step(self, state: TrainState, batch: Batch) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Returns the results of `eval_step`, and the model's answers for every row of the global batch, replicated."""
+        """Returns the results of `eval_step`, and the model's answers for all rows of the global batch, replicated.
+
+        A model without `evaluate` has no answers.
+        """
         with self.partitioner.tracing():
             return self.jitted_answer_step(state, batch)
 

@@ -23,7 +23,7 @@ def reduce_scatter(x: jax.Array, axis: str, *, dimension: int, toward: int = 1) 
       x: an array whose `dimension` divides over the axis.
       axis: the mesh axis.
       dimension: the dimension that is divided into chunks.
-      toward: 1 or -1, the direction around the rings: a link carries both at once.
+      toward: 1 or -1, the direction around the rings; a link carries both directions at once.
     """
     n = jax.lax.axis_size(axis)
     inner = max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
@@ -37,7 +37,7 @@ def reduce_scatter(x: jax.Array, axis: str, *, dimension: int, toward: int = 1) 
 def _around(
     x: jax.Array, axis: str, rings: list[list[int]], me: jax.Array, *, dimension: int, toward: int
 ) -> jax.Array:
-    """Returns the sum of one chunk over each ring, where this chip has place `me`."""
+    """Returns this chip's chunk of the sum of `x` over its ring, in which it has place `me`."""
     n = len(rings[0])
     assert x.shape[dimension] % n == 0, (x.shape, dimension, n)
     size = x.shape[dimension] // n

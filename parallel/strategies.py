@@ -7,7 +7,7 @@ integer is a UserError, and so are two of -1.
 Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
 is not sharded; d is data, e is expert, s is sequence, t is tensor, p is stage; gather_f, scatter_f and exchange_f are
 an all-gather, a reduce-scatter and an all-to-all over fsdp. B batch, L length, D embed, F mlp, H heads, N key/value
-heads, K head_dim, V vocab, E experts, C tokens of an expert, m microbatch.
+heads, K head_dim, V vocab, E experts, C tokens per expert, m microbatch.
 """
 
 from core.logical import Rules
@@ -62,7 +62,7 @@ def data_parallel(*, data: int = -1) -> Strategy:
 
 
 def zero1(*, data: int = -1) -> Strategy:
-    """Like data_parallel, with the optimizer state sharded over `data` (ZeRO stage 1, Rajbhandari et al. 2020).
+    """Like data_parallel, with optimizer state sharded over `data` along embed (ZeRO stage 1, Rajbhandari et al. 2020).
 
     dWin[D, F] → scatter_d → dWin[D_d, F];   Adam's m, v [D_d, F];   Win ← gather_d(updated Win[D_d, F])
 
@@ -200,7 +200,7 @@ def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
     exchange_e(In[E, B_ef, C, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, B_f, C, F_t];   exchange_e(H · gather_f(Wout))
 
     Args:
-      expert: chips over which experts are distributed, and rows, together with `fsdp`.
+      expert: chips over which experts are distributed; rows are sharded over `fsdp` and `expert`.
       fsdp: shards of the rows and of the weights; -1: all other chips.
       tensor: chips that share each matrix product.
     """
@@ -236,7 +236,7 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """Copies the model to each slice: gradients and sums (the loss) cross the data-center network (DCN).
+    """Copies the model to each slice; gradients, and sums such as the loss, cross the data-center network (DCN).
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t], with data across slices, fsdp and tensor inside one
 
@@ -295,9 +295,9 @@ def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Sche
 
 
 def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Like pipeline, with weights sharded over `fsdp` and gathered once per step; stages may span `slices`.
+    """Like pipeline, with weights sharded over `fsdp` and gathered once for all microbatches; stages may span `slices`.
 
-    stage s: In[B_fm, D] · gather_f(Win[D_f, F]) → Out[B_fm, D] → stage s + 1;   dWin → scatter_f, once
+    stage s: In[B_fm, D] · gather_f(Win[D_f, F]) → Out[B_fm, D] → stage s + 1;   dWin → scatter_f, once for all m
 
     Args:
       stage: stages in each slice.
@@ -348,7 +348,7 @@ def pipeline_experts(
 
     Args:
       stage: stages in each slice.
-      expert: chips over which experts are distributed.
+      expert: chips over which experts are distributed; rows are sharded over `fsdp` and `expert`.
       fsdp: chips that share the weights of a stage; -1: all others.
       tensor: chips that share each matrix product.
       slices: number of slices over which stages extend.

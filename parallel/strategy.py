@@ -5,7 +5,7 @@ stored parameters, for activations and, where different, for optimizer state. It
 a model, so the same tables apply to every model and can be printed, compared and tested.
 
 `specs` applies a table to the arrays of a model. A dimension that does not divide is not replicated silently: the error
-names the parameter, its shape, its axes, the strategy and ways to mend it.
+names the parameter, its shape, its axes, the strategy and ways to fix it.
 """
 
 import dataclasses
@@ -42,13 +42,13 @@ class Strategy:
     """The sharding of a model over a mesh.
 
     Attributes:
-      name: used by gin and in reports.
-      mesh_shape: degree, a positive integer, by mesh axis inside a slice; one may be -1, the remaining chips; a missing
-        axis is 1.
+      name: the name in reports and errors.
+      mesh_shape: degree by mesh axis inside a slice: a positive integer, or -1 for the remaining chips on one axis. A
+        missing axis has degree 1.
       param_rules: sharding of stored parameters, with a row for each of `core.logical.LOGICAL_AXES`.
       activation_rules: sharding of activations, with a row for each of `core.logical.LOGICAL_AXES`.
       optimizer_rules: sharding of optimizer state, with the same rows; None: as the parameters.
-      dcn_shape: degree by mesh axis across slices; empty for one slice.
+      dcn_shape: degree by mesh axis across slices; a missing axis has degree 1; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
       overlap_reduction: whether the gradients of a layer are reduced over the axes that shard its parameters while the
         layer before it computes (`parallel.overlapped`).
@@ -56,8 +56,8 @@ class Strategy:
         order of networks, slowest first: `{"ring": "fsdp"}`.
 
     Raises:
-      UserError: a table has an unknown name or lacks one, a degree or another argument is malformed, no rule uses a
-          mesh axis of degree other than 1, or the tables do not fit the pipeline or `overlap_reduction`.
+      UserError: a table has an unknown name or lacks a row, a degree or another argument is malformed, a mesh axis
+        whose degree is not 1 is in no table, or the tables do not fit the pipeline or `overlap_reduction`.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Strategy:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The names of all mesh axes, slowest network first."""
+        """The names of all mesh axes, used or not, slowest network first."""
         return tuple(
             name
             for axis in MESH_AXES
@@ -94,7 +94,7 @@ class Strategy:
 
     @functools.cached_property
     def used_mesh_axes(self) -> tuple[str, ...]:
-        """The axes of its mesh: all of `mesh_axes`, except `expert` if neither a degree nor a rule mentions it."""
+        """The axes of the mesh: all of `mesh_axes`, except `expert` if neither a degree nor a table mentions it."""
         tables = (self.param_rules, self.activation_rules, self.stored_optimizer_rules)
         mentioned = {axis for rules in tables for row in rules.values() for axis in logical.mesh_axes(row)}
         mentioned |= {*self.mesh_shape, *self.dcn_shape}
@@ -225,8 +225,8 @@ def override(
 
     Args:
       strategy: for example `fsdp_tensor(tensor=4)`.
-      rules: rows of all tables: `{"kv_heads": None}` replicates two key heads over tensor 4, and `{"expert": "tensor"}`
-        shards a declared axis, which the tables of the library replicate.
+      rules: rows of all tables. `{"kv_heads": None}` replicates key and value heads, which is necessary if a model has
+        2 and `tensor` is 4; `{"expert": "tensor"}` adds a row for a declared axis.
       param_rules: rows of `Strategy.param_rules`; they take precedence over `rules`.
       activation_rules: rows of `Strategy.activation_rules`; they take precedence over `rules`.
 
@@ -247,7 +247,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
 
     Raises:
       UserError: the product of the degrees inside a slice is not its number of devices, or that of the degrees across
-          slices is not the number of slices; the message suggests what fits.
+        slices is not the number of slices; the message suggests what fits.
     """
     across = {axis: strategy.dcn_shape.get(axis, 1) for axis in strategy.used_mesh_axes}
     slices = math.prod(across.values())
@@ -267,7 +267,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
 
 
 def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
-    """Returns the number of which a dimension with this logical axis must be a multiple, for all tables.
+    """Returns the number of which a dimension with this logical axis must be a multiple to divide under all tables.
 
     Raises:
       UserError: the strategy does not fit the slice, as in `resolve`; or `axis` is no logical axis.
@@ -371,14 +371,14 @@ def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapp
     """Returns the `PartitionSpec` of a stored array.
 
     If the layers do not divide over the stages of a pipeline, or run before its first stage, the dimension of layers is
-    not sharded. Instead `stage` shards the first other dimension that divides, if there is one, so that a chip stores
-    no more.
+    not sharded. Instead `stage` shards the first other dimension that divides, if there is one, so that a chip does not
+    store more.
 
     Args:
       shape: the global shape.
       axes: the logical axis of each dimension.
       rules: a table: mesh axes by logical axis.
-      mesh_shape: the size of each mesh axis.
+      mesh_shape: degree by mesh axis.
 
     Raises:
       UserError: as `core.logical.partition_spec`.
@@ -397,7 +397,6 @@ def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapp
 
 
 def _formatted(problem: str, arrays: Sequence[str]) -> str:
-    """Formats a problem once for all arrays that have it."""
     others = [array.partition(":")[0] for array in arrays[1:]]
     return f"{arrays[0]}: {problem}" + (f" (also {', '.join(others)})" if others else "")
 

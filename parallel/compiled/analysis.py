@@ -22,7 +22,7 @@ class Analysis(NamedTuple):
       compiled: memory, time to compile, the program's text.
       costs: estimated cycles, kernels, and operations without an estimate.
       collectives: all collectives, with mesh axes, bytes and position in the program.
-      findings: findings of the lints, unknown ones first.
+      findings: findings of the lints; those that are not known and accepted come first (`lints.KNOWN`).
       warnings: warnings of the compiler, without those known to be harmless (`hlo.messages`).
     """
 
@@ -64,7 +64,7 @@ def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
 
 
 def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
-    """Converts an analysis to JSON values that are equal for equal programs: no times, no instruction names."""
+    """Converts an analysis to JSON values, without the time to compile and the text of the program."""
     memory, costs_ = found.compiled, found.costs
     return {
         "slice": memory.slice.name,

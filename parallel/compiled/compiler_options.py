@@ -1,7 +1,7 @@
 """Compiler options for each chip generation and for GPUs; on CPUs, only for the program that initializes parameters.
 
-The compiler rejects unknown names, and tests compile with each table and check the compiler's warnings.
-docs/results/compiler-options.md lists the measured effect of each option.
+The compiler rejects unknown names. Tests compile for each TPU generation with its options and check the compiler's
+warnings. docs/results/compiler-options.md shows what the most important options change.
 """
 
 import os
@@ -62,10 +62,10 @@ OPTIONS: Mapping[str, Options] = {
 
 
 def initialization_on_cpus() -> dict[str, Value]:
-    """Returns the options with which CPUs compile initialization, which runs once.
+    """Returns the compiler options of initialization on CPUs: XLA's optimization level 1.
 
-    LLVM's first level compiles faster than its default. The program is slower, but gives the same bits. A level in
-    XLA_FLAGS is kept.
+    It compiles faster than the default. The program is slower, which matters little because it runs once, and gives
+    the same bits. If XLA_FLAGS sets a level, returns no options.
     """
     return {} if _LEVEL in os.environ.get("XLA_FLAGS", "") else {_LEVEL: 1}
 
@@ -87,7 +87,7 @@ def options(
 
 
 def problems(overrides: Overrides) -> list[str]:
-    """Returns the problems with overrides that can be found without the compiler.
+    """Returns the problems with overrides that can be found without the compiler; [] if there are none.
 
     Only the compiler knows the valid names; it rejects an unknown one when a step is compiled.
     """

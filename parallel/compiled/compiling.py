@@ -23,9 +23,9 @@ class Compiled(NamedTuple):
     Attributes:
       slice: the slice it was compiled for.
       peak_bytes: maximum HBM in use at any time, arguments included.
-      peak_is_bound: whether it is an upper bound, because arrays are kept in the memory of the host.
-      argument_bytes: state and batch.
-      temp_bytes: everything else.
+      peak_is_bound: whether `peak_bytes` is an upper bound, because arrays are kept in the memory of the host.
+      argument_bytes: bytes of state and batch.
+      temp_bytes: bytes of temporary arrays.
       compile_seconds: time to compile, on this machine.
       hlo: the optimized program, as text.
     """
@@ -61,7 +61,7 @@ def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compil
 
     Args:
       program: the program.
-      dump_to: a folder for the compiler's dump files (`parallel.planning.buffers`).
+      dump_to: a folder for the compiler's dump files (`parallel.planning.buffers`); None: no dump.
 
     Raises:
       OutOfHbmError: the step does not fit; the message gives the needed and the available HBM.
@@ -79,7 +79,7 @@ def compile_lowered(
 
     Args:
       lowered: the function, from `jax.jit(...).lower`.
-      program: the program; errors name its slice and options.
+      program: the program; errors name its strategy and slice.
       what: what is compiled, for errors.
       fix: what to do if it does not fit, for errors.
       dump_to: a folder for the compiler's dump files; None: no dump.
@@ -112,7 +112,8 @@ def _peak_bytes(memory: Any, *, usable: int) -> int:
     """Returns the most HBM in use, from `executable.memory_analysis()` of a program that fits in `usable` bytes.
 
     With arrays in the memory of the host, the compiler's peak counts these, and no longer the temporaries of the chip.
-    The bound is then all temporaries of the chip, as if none reused the memory of another, and at most what is usable.
+    The result is then a bound: arguments, results and all temporaries of the chip, as if none reused the memory of
+    another, and at most `usable`.
     """
     if not memory.host_temp_size_in_bytes:
         return memory.peak_memory_in_bytes
@@ -148,7 +149,7 @@ def _explained(error: Exception, program: Program, what: str, fix: str) -> Excep
 
 
 def devices_of(slice: Slice) -> list[jax.Device]:
-    """Returns the chips to bind a `Partitioner` to in order to compile for `slice`.
+    """Returns the devices to bind a `Partitioner` to in order to compile for `slice`.
 
     Raises:
       UserError: `slice` is not a TPU slice.
@@ -157,9 +158,9 @@ def devices_of(slice: Slice) -> list[jax.Device]:
 
 
 def trace_digest(bound: Program) -> str:
-    """Returns 16 hexadecimal digits of the traced training step and the layouts of its arguments.
+    """Returns a hash of the traced training step and the layouts of its arguments, 16 hexadecimal digits.
 
-    They are equal for equal programs, in whatever process and from whatever source text they are traced.
+    It is equal for equal programs, whatever process traces them, and whatever their source text is.
     """
     with bound.partitioner.tracing():
         traced = bound.jitted_train_step.trace(bound.abstract_state, bound.abstract_batch)

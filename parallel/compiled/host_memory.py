@@ -33,7 +33,7 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
     """Checks that `needed_bytes` of a simulation fit into this machine's free memory, which all simulated hosts share.
 
     Raises:
-      UserError: it does not fit; gives both sizes and the fix.
+      UserError: it does not fit; the message gives both sizes and a fix.
     """
     available = available_bytes()
     if needed_bytes > available:
@@ -48,8 +48,9 @@ def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: fl
     """Returns the bytes that the host with the most rows needs at the same time, by purpose.
 
     Args:
-      program, task, eval_batches: what runs.
-      saved_bytes: activations that each chip keeps in the memory of its host (`core.rematerialization.OnHost`).
+      program, task: what runs.
+      eval_batches: number of batches of an evaluation.
+      saved_bytes: bytes of activations of a chip that are kept on its host (`core.rematerialization.OnHost`).
     """
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
@@ -79,11 +80,11 @@ def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, i
 def problem(
     need: Mapping[str, int], program: Program, task: Task, *, eval_batches: int, have_bytes: int, whose: str
 ) -> str:
-    """Returns the error message if `need` exceeds `have_bytes`, with a fix; empty if it fits.
+    """Returns the error message, with a fix, if `need` exceeds `have_bytes`; "" if it fits.
 
     Args:
       need: bytes by purpose, from `per_host` or `simulated`.
-      program, task, eval_batches: what runs.
+      program, task, eval_batches: as in `per_host`.
       have_bytes: the available bytes.
       whose: the machine that has them, for the message, such as `this host`.
     """
@@ -120,7 +121,7 @@ def require(program: Program, task: Task, *, eval_batches: int) -> None:
     makes before a run starts.
 
     Raises:
-      UserError: it does not suffice; gives both sizes and the setting to change.
+      UserError: it does not suffice; the message gives both sizes and the setting to change.
     """
     need, have = per_host(program, task, eval_batches=eval_batches, saved_bytes=0), available_bytes()
     if said := problem(need, program, task, eval_batches=eval_batches, have_bytes=have, whose="this host"):

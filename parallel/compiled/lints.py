@@ -1,7 +1,7 @@
 """Lints for a compiled program: find causes of unnecessary time or memory, and name a fix.
 
-Known and accepted findings are rows of a table with a reason (`KNOWN`): they are still reported, and new ones stand
-out.
+Findings that are known and accepted match a row of a table, which gives the reason (`KNOWN`). They are still reported,
+after the new ones.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class LintContext:
     """The input of the lints.
 
     Attributes:
-      program: strategy, slice, state.
+      program: the program that was compiled.
       peak_bytes: maximum HBM in use at any time.
       collectives: collectives of the compiled step.
-      messages: the compiler's output to stderr: see `hlo.messages`.
+      messages: the compiler's output to stderr (`hlo.messages`).
     """
 
     program: Program
@@ -50,7 +50,7 @@ class Finding:
       what: the problem, with its size.
       fix: how to fix it.
       labels: properties that are compared with those of known exceptions.
-      reason: why it is known and accepted; None if it is not.
+      reason: why it is accepted; None if it is not.
     """
 
     lint: str
@@ -131,7 +131,7 @@ KNOWN: tuple[KnownException, ...] = (
 
 
 def check(context: LintContext) -> list[Finding]:
-    """Returns the findings of all lints, unknown ones first."""
+    """Returns the findings of all lints; those that are not known and accepted come first."""
     found = [_with_reason(finding) for lint in LINTS for finding in lint(context)]
     return sorted(found, key=lambda f: (f.reason is not None, f.lint, f.what))
 
@@ -280,7 +280,7 @@ def _replicated(context: LintContext) -> Iterator[Finding]:
 
 
 def rematerialized(context: LintContext) -> Iterator[Finding]:
-    """Finds the partitioner's warnings about arrays that it replicates in order to reshard them."""
+    """Finds warnings of XLA's partitioner about arrays that it replicates in order to reshard them."""
     lines = [line for line in context.messages.splitlines() if "nvoluntary full remat" in line]
     for line in dict.fromkeys(_between_layouts(line) for line in lines):
         yield Finding(
@@ -321,7 +321,8 @@ def _idle_axes(context: LintContext) -> Iterator[Finding]:
 def _divergent_collectives(context: LintContext) -> Iterator[Finding]:
     """Finds collectives that some chips may execute and others not.
 
-    All chips of a slice take the same branch of one that depends on the slice, so a collective within a slice is safe.
+    If the choice of a branch depends on the slice alone, all chips of a slice take the same one, so a collective within
+    a slice is safe.
     """
     for c in context.collectives:
         may_differ = ("data", "chip", "slice") if c.network == "DCN" else ("data", "chip")

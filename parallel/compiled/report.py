@@ -1,4 +1,4 @@
-"""Counts the bytes per chip of every array of a program's state, from shapes alone."""
+"""Counts the bytes per chip of the arrays of a program's state, from shapes alone."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ class Totals(NamedTuple):
 
 
 def rows(program: Program) -> list[StoredArray]:
-    """Returns every array of the state, parameters first."""
+    """Returns every array of the state but the number of steps, parameters first."""
     state, axes = program.abstract_state, program.axes
     return [
         *_part("params", state.params, axes.params),
@@ -104,7 +104,11 @@ def table(program: Program) -> str:
 
 
 class Weights:
-    """Recognizes weights in a compiled program by their shapes: those of parameters, or of single layers of them."""
+    """Recognizes weights in a compiled program by their shapes: those of parameters, or of single layers of them.
+
+    The shapes are those on one chip while it computes. Dimensions may be in another order, and two neighbors merged.
+    Arrays with fewer than two dimensions above 1 are not recognized.
+    """
 
     def __init__(self, program: Program):
         self._by_shape: dict[tuple[int, ...], str] = {}
@@ -118,7 +122,7 @@ class Weights:
                     self._by_shape.setdefault(form, row.path)
 
     def path_of(self, dims: Sequence[int]) -> str | None:
-        """Returns the path of a parameter with this shape on one chip, or None."""
+        """Returns the path of a parameter with this shape, or None."""
         return next((path for form in _forms(dims) if (path := self._by_shape.get(form))), None)
 
 

@@ -3,8 +3,8 @@
 Copies between a chip and the memory of its host (`core.rematerialization.OnHost`) are listed with them: kind `to host`
 or `from host`, network "PCIe", and `host` in place of mesh axes.
 
-The compiler numbers chips; each group of numbers is mapped to the axes of the program's mesh that vary inside it. Two
-sizes are defined for every collective over n chips:
+The compiler numbers chips; from each group of numbers follow the mesh axes along which the chips of the group differ.
+Two sizes are defined for every collective over n chips:
 
     payload   bytes of the unsharded array: the result of a gather, the input of a reduction
     wire      bytes that one chip sends, by the ring formula
@@ -59,8 +59,8 @@ class Collective(NamedTuple):
       network: "ICI", "DCN" if a group spans slices, or "PCIe" to or from the host.
       loops, branches: the loops and branches that contain it, outermost first.
       is_overlapped: whether computation is scheduled between its start and its end.
-      cycles_beside: the compiler's estimate for that computation per execution, without kernels.
-      sliced_bytes: the part of an all-reduce's payload of which every consumer reads only a slice.
+      cycles_beside: the compiler's estimate of the cycles of that computation per execution, without kernels.
+      sliced_bytes: bytes of the arrays of an all-reduce of which every consumer reads only a slice; 0 for other kinds.
       op_name: JAX's name of its operation, such as `jit(run)/jvp()/while/body/dot_general`; "" if unknown.
     """
 
@@ -82,7 +82,7 @@ class Collective(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of most bytes of the payload."""
+        """The dtype of most bytes of the payload; "" without arrays."""
         by_dtype = {a.dtype: sum(b.bytes for b in self.arrays if b.dtype == a.dtype) for a in self.arrays}
         return max(sorted(by_dtype), key=by_dtype.__getitem__, default="")
 
@@ -95,7 +95,7 @@ class TrafficRow(NamedTuple):
       in_loop: whether loops contain them.
       count: number of collectives.
       times: their executions in a step.
-      payload_bytes, wire_bytes: bytes per step.
+      payload_bytes, wire_bytes: bytes per step and chip.
     """
 
     axes: tuple[str, ...]
@@ -116,7 +116,7 @@ def grid(mesh: jax.sharding.Mesh) -> Grid:
 
 
 def table(collectives: Sequence[Collective]) -> list[TrafficRow]:
-    """Returns a `TrafficRow` for each kind of collective on the same mesh axes; the most wire bytes come first."""
+    """Returns a `TrafficRow` for each set of collectives that agree in its first six fields, most wire bytes first."""
 
     def key(c: Collective) -> tuple:
         return c.axes, c.network, c.kind, c.dtype, bool(c.loops), c.is_overlapped
@@ -130,7 +130,7 @@ def table(collectives: Sequence[Collective]) -> list[TrafficRow]:
 
 
 def wire_bytes_by_axes(collectives: Sequence[Collective]) -> dict[tuple[str, ...], int]:
-    """Returns the wire bytes of a step by mesh axes."""
+    """Returns the wire bytes per chip and step, by mesh axes."""
     totals: dict[tuple[str, ...], int] = {}
     for c in collectives:
         totals[c.axes] = totals.get(c.axes, 0) + c.wire_bytes * c.times
@@ -149,7 +149,7 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
 
     Raises:
       UserError: a group contains a chip that is not in the mesh.
-      RuntimeError: the groups of a collective are in an unknown notation.
+      RuntimeError: the groups of a collective are in an unknown notation, or an instruction lacks an attribute.
     """
     found = []
     starts = [e for e in run if dataflow.is_start(e)]
@@ -182,16 +182,16 @@ def _is_later_piece(executed: Executed, starts: Sequence[Executed]) -> bool:
 
 
 def _identity(executed: Executed) -> tuple:
-    """Returns what the instructions of one collective have in common; channels alone are used more than once."""
+    """Returns what the instructions of one collective have in common; several collectives may use one channel."""
     at = executed.instruction
     return at.opcode, at.attribute("channel_id"), *at.arrays
 
 
 def _numbered(run: Sequence[Executed], grid: Grid) -> list[int]:
-    """Returns the positions in the mesh of the chips that a program numbers.
+    """Returns the position in the mesh of each chip, by the number that the program gives it.
 
-    A program for several slices is that of one slice, whose chips it numbers in their order in the mesh: here those of
-    the first slice, which stand for all. A program that names more chips numbers all.
+    A program for several slices usually numbers the chips of one slice, in mesh order; the first slice then stands for
+    all. If it names more chips than a slice has, it numbers those of all slices.
 
     Raises:
       UserError: the program numbers more chips than the mesh has.
@@ -351,7 +351,7 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
     """Returns the mesh axes whose coordinate differs between chips of one group.
 
     Raises:
-      UserError: a chip outside the mesh.
+      UserError: a group contains a chip that is not in the mesh.
     """
     _largest_in_mesh(groups, grid)
     shape = tuple(grid.shape.values())
@@ -363,7 +363,7 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
 
 
 def _largest_in_mesh(groups: Iterable[Sequence[int]], grid: Grid) -> int:
-    """Returns the largest number of a chip in groups. Raises UserError if the mesh has no chip of that number."""
+    """Returns the largest number in the groups; 0 without any. Raises UserError if the mesh has no such chip."""
     largest, devices = max(itertools.chain.from_iterable(groups), default=0), math.prod(grid.shape.values())
     if largest >= devices:
         raise UserError(

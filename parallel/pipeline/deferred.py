@@ -1,16 +1,19 @@
 """Splits the backward pass of a layer: the gradient of its input first, the gradients of its matrices later.
 
-The previous stage waits for the gradient of a layer's input, but no stage waits for the gradients of its matrices. So a
-zero-bubble schedule computes the latter at another tick, from values that are kept until then ("wait"):
+The previous stage waits for the gradient of a layer's input, but no stage waits for the gradients of its matrices (its
+parameters with more than one dimension). A zero-bubble schedule therefore computes the latter at a later tick, from
+values that wait until then:
 
     first     weights, saved values, side, dy          ->  dx, gradients of vectors, values that wait
     second    weights, saved values, side, these       ->  gradients of matrices
 
-The trace of the backward pass says what is needed for what. An operation belongs to the second part if only gradients
-of matrices need it, except for products of the forward pass that are computed again. Of what it reads from the first
-part, whatever follows from saved values by cheap operations (no product, no loop, no kernel) is computed again. The
-rest waits: in a decoder the gradients of the outputs of products, and the outputs of products that `remat` does not
-save. The gradient of a vector is a sum over all positions, which takes less time than what it sums would take memory.
+The trace of the backward pass shows which operation needs which. An operation belongs to the second part if only
+gradients of matrices need it, except for costly operations (such as products, loops and kernels) of the recomputed
+forward pass.
+If the second part reads values of the first part that follow from its other inputs without costly operations, it
+computes them again. The others wait: in a decoder the gradients of the outputs of products, and the outputs of products
+that `remat` does not save. Gradients of vectors belong to the first part, because they are cheap sums over positions,
+and what they add up would take much memory.
 """
 
 import itertools
@@ -33,11 +36,11 @@ class Split(NamedTuple):
     """The backward pass of a layer of one kind, as operations on the leaves of `(layer, slots, side), dy`.
 
     Attributes:
-      constants: values of constants.
+      constants: values of the trace's constants, by variable.
       inputs: variables of the leaves.
       first, second: operations of the two parts, in order.
-      dw, dx: variables of the results.
-      is_matrix: whether the second part computes the gradient of each trained parameter.
+      dw, dx: variables of the results: gradients of the trained parameters, and of the layer's input.
+      is_matrix: for each trained parameter, whether it is a matrix, whose gradient the second part computes.
       waiting: variables of the values that wait.
     """
 
@@ -56,9 +59,9 @@ class Deferred(NamedTuple):
 
     Attributes:
       layers: what layers save.
-      splits: by kind.
-      shapes: shapes of the slots of values that wait, which kinds share.
-      slots: for each kind, the slot of each value that waits.
+      splits: the two parts, by kind.
+      shapes: shapes of the values that wait, one for each slot (`residuals`); kinds share slots.
+      slots: for each kind, the index of the slot of each value that waits.
     """
 
     layers: Residuals
@@ -76,8 +79,8 @@ class Deferred(NamedTuple):
           dy: gradients of its output and of its summed outputs.
 
         Returns:
-          Gradients of vectors, with None for matrices; the gradient of the input; the values that wait for `second`,
-            by slot.
+          Gradients of trained parameters, with None for matrices; the gradient of the input; the values that wait for
+          `second`, by slot.
         """
         split = self.splits[kind]
         env = _run(split.first, _given(split, (layer, saved, side), dy))
@@ -107,7 +110,7 @@ def of_layers(layers: Residuals, layer: Layer, side: Side) -> Deferred:
 
     Args:
       layers: describes what layers save for the backward pass.
-      layer, side: parameters of one layer and its side inputs, as arrays or as shapes.
+      layer, side: one layer and its side inputs, as arrays or as shapes.
     """
     splits = {kind: _split(layers, kind, layer, side) for kind in dict.fromkeys(layers.fn.kinds)}
     shapes: list[Any] = []
@@ -156,13 +159,13 @@ def _split(layers: Residuals, kind: Kind, layer: Layer, side: Side) -> Split:
 def _cut(
     jaxpr: Jaxpr, first: set[int], later: Sequence[int], results: Iterable[Any], given: int
 ) -> tuple[set[int], list[Var]]:
-    """Returns the operations of the first part that the second one repeats, and the variables that wait.
+    """Returns the indices of the operations of the first part that the second repeats, and the variables that wait.
 
     Args:
       jaxpr: the whole pass.
-      first, later: operations of the first part, and those that only the second needs.
+      first, later: indices of the operations of the first part, and of those that only the second needs.
       results: results of the second part.
-      given: number of inputs that both parts have.
+      given: number of leading inputs that both parts have.
     """
     maker: dict[Any, int] = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
     free = {*jaxpr.invars[:given], *jaxpr.constvars}
@@ -181,9 +184,9 @@ def _cut(
 
 
 def _repeatable(jaxpr: Jaxpr, maker: Mapping[Any, int], v: Any, first: set[int], *, known: set[Any]) -> set[int] | None:
-    """Returns the operations of the first part that compute `v` from known variables; None if `v` has to wait.
+    """Returns the indices of operations of the first part that compute `v` from known variables; None if `v` must wait.
 
-    It has to wait if one of them is costly, or reads an input that the second part does not have.
+    It must wait if one of them is costly, or reads an input that the second part does not have.
     """
     found: set[int] = set()
     open_ = [v]
@@ -234,7 +237,10 @@ def _given(split: Split, given: tuple, dy: Any) -> dict[Var, Any]:
 
 
 def _run(equations: Iterable[JaxprEqn], env: dict[Var, Any], *, inline: bool = False) -> dict[Var, Any]:
-    """Runs operations; returns the values of their variables and those of `env`."""
+    """Runs operations; returns `env` with the values of their results.
+
+    With `inline`, an operation that consists of others (`_INLINED`) is run as these.
+    """
     env = dict(env)
     for equation in equations:
         values = [_read(env, v) for v in equation.invars]

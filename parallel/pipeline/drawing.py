@@ -1,7 +1,7 @@
 """Draws a schedule: one line per stage, one column per tick.
 
-stage 0 | 0f 1f 2f 3f .. .. .. 0b 1b ..
-stage 1 | .. 0f 1f 2f 3f 0b …
+stage 0 | 0f 1f 2f 3f .. .. 0b 1b 2b 3b
+stage 1 | .. 0f 1f 2f 3f 0b 1b 2b 3b ..
 """
 
 from parallel.pipeline.schedules import Schedule, Work
@@ -10,8 +10,8 @@ from parallel.pipeline.schedules import Schedule, Work
 def text(schedule: Schedule, *, stages: int) -> str:
     """Returns one line for each of `stages` stages, with one column per tick, and a last line about the schedule.
 
-    `3f` is microbatch 3 forward, `3f+1b` also 1 backward, `0w` gradients of matrices of 0, `..` a bubble. With repeats,
-    `3f'1` is microbatch 3 in repeat 1, both counted from 0.
+    `3f` is microbatch 3 forward, `3f+1b` also microbatch 1 backward, `0w` the gradients of matrices for microbatch 0,
+    and `..` a bubble. With repeats, `3f'1` is microbatch 3 in repeat 1, both counted from 0.
     """
     ticks = list(schedule.timeline(stages))
     cells = [[_cell(row[stage], schedule.repeats) for row in ticks] for stage in range(stages)]

@@ -1,7 +1,8 @@
 """Runs all microbatches through all stages in one direction: the two passes of gpipe and circular.
 
-The backward pass is the forward pass with the stages in reverse order. The rank of a stage is its distance from the end
-where microbatches enter; at tick t it has turn number t - rank:
+The backward pass is the forward pass with the stages in reverse order. A turn is the work of a stage on one microbatch
+in one repeat; turns are numbered in the order in which a stage runs them. The rank of a stage is its distance from the
+end where microbatches enter; at tick t it has turn t - rank:
 
     rank 0:  0 1 2 3 . .      S = 3, M = 4: turn by tick; a dot is a bubble
     rank 1:  . 0 1 2 3 .
@@ -32,8 +33,8 @@ def forward(schedule: Schedule, stage: Stage, ys: Traveling) -> tuple[Traveling,
       ys: the input of the first layer, [M, b, ...], and zeros for the sums, [M, ...].
 
     Returns:
-      The output of the last layer with the sums, on every stage, and the values saved by this stage, leaves [k, M R +
-        1, ...].
+      The output of the last layer with the sums, on every stage; and the values saved by this stage, as from
+      `stage.empty_saved` with M R places, or () if `stage.trained` is None.
 
     Raises:
       UserError: an entry of `layer_in`, or a summed output, belongs to rows.

@@ -1,15 +1,17 @@
 """Reorders layers between the model's order and the order of the stages.
 
 Checkpoints, hashes and optimizer state have layers in the model's order, in which stage s stores L / S consecutive
-ones. Under the circular schedule it runs parts s, S + s, 2 S + s, … instead. Once per step, each part is therefore sent
-to the stage that runs it, in R exchanges, in each of which every stage sends one part and receives one.
+ones. With repeats (circular, interleaved, zero-bubble) it runs parts s, S + s, 2 S + s, … instead. Before the stages
+run, each part is therefore sent to the stage that runs it, in R exchanges, in each of which every stage sends one part
+and receives one. Afterward, gradients are sent back in the same way.
 
     part c is stored on stage c // R, in place c % R;   it runs on stage c % S, in repeat c // S
 
 If L does not divide over the parts, each has ceil(L / (R S)) layers, and the last layer is repeated until all are full.
-An all-to-all then brings every stage its layers. If L does not divide over the stages either, the stored array is not
-sharded over layers: `stage` shards another dimension (`parallel.strategy`). If it does, an all-to-all moves `stage` to
-such a dimension first.
+This needs all layers of an array on a chip. If L does not divide over the stages, they are there: `stage` shards
+another dimension (`parallel.strategy.stored_spec`). If it does, an all-to-all first moves `stage` from the layers to
+another dimension. A further all-to-all then brings every stage its layers. Arrays without a dimension that divides over
+the stages are gathered, or replicated, instead.
 
 S stages, R repeats, R S parts.
 """
@@ -45,7 +47,7 @@ def exchanges(stages: int, repeats: int) -> list[list[Move]]:
     """Returns R exchanges; in each, every stage sends one part and receives one.
 
     If every stage sent its part in place i, stages whose distance is a multiple of S / g, with g = gcd(R, S), would
-    send to the same stage. The place is therefore shifted between such groups.
+    send to the same stage. Therefore the place is one higher (modulo R) for each S / g stages.
     """
     group = stages // math.gcd(stages, repeats)
     return [[_move(s, (i + s // group) % repeats, stages, repeats) for s in range(stages)] for i in range(repeats)]

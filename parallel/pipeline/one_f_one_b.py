@@ -45,7 +45,7 @@ class Flow(NamedTuple):
     Attributes:
       arrived: sent by the previous stage.
       returned: the gradient sent by the next stage.
-      queue: tree of [M, b, ...]; on the first stage: the inputs, each replaced by its gradient.
+      queue: tree of [M, b, ...]; on the first stage: the inputs, each later replaced by its gradient.
       saved: from `stage.empty_saved`.
       deferred: from `stage.empty_deferred`; () if the backward pass computes all gradients.
       grads: gradients of the stage's parameters, summed so far.
@@ -78,9 +78,9 @@ class OnePass(NamedTuple):
       schedule: 1F1B, or a schedule derived from it.
       fn: one layer.
       tail: runs after the last layer and returns a `core.types.LossOutput`.
-      layers: gathered weights and keys of all stages, leaves [L, ...].
-      sides: arrays that belong to rows, leaves [M, b, ...].
-      stages: S.
+      layers: gathered weights, keys and entries of `layer_in` of all stages, leaves [L, ...], with padding.
+      sides: side inputs of all microbatches, leaves [M, b, ...].
+      stages: S, the number of stages.
       trained: parameters of a layer that get gradients.
       spans_slices: whether stages are on several slices.
     """
@@ -101,8 +101,8 @@ class OnePass(NamedTuple):
           xs: [M, b, ...], the input of the first layer.
 
         Returns:
-          The tail's sums; the float32 gradients of the layers, one tree for each of the k layers that a stage runs in a
-            tick, leaves [S R, ...] (R repeats), sharded over stages; and the gradient of the input, [M, b, ...].
+          Sums over microbatches; the float32 gradients of the layers, one tree for each of the k layers that a stage
+          runs in a tick, leaves [S R, ...] (R repeats), sharded over stages; the gradient of the input, [M, b, ...].
 
         Raises:
           UserError: an entry of `layer_in`, or a summed output, belongs to rows.
@@ -197,7 +197,7 @@ def _start(schedule: OneFOneB, stage: Stage, _: None, xs: Stream) -> Flow:
 def _forward(
     schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, *, leaves: bool
 ) -> tuple[Flow, Traveling | None]:
-    """Runs one microbatch forward; if it leaves the last layer, returns its output on every stage as well."""
+    """Runs one microbatch forward. With `leaves`, also returns the output of the last stage, on every stage."""
     at = _turn(schedule, t - _index())
     is_first = (_index() == 0) & (at.repeat == 0)
     start = Traveling(take_tree(flow.queue, at.microbatch), stage.fn.zero_sums())
@@ -208,7 +208,7 @@ def _forward(
 
 
 def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft: Traveling | None) -> Flow:
-    """Runs one microbatch backward, from the gradient of the last stage's output at this tick, if there is one."""
+    """Runs one microbatch backward. `dleft` is the gradient of what left the last layer in this tick, or None."""
     number = t - schedule.starts(_last() + 1)["B"] - (_last() - _index())
     at = _turn(schedule, number, is_backward=True)
     dy = flow.returned if dleft is None else _where(_index() == _last(), dleft, flow.returned)

@@ -22,7 +22,7 @@ class Passes:
       schedule: the schedule.
       at: the manual axes, and the sharding of parameters over them.
       fn: one layer.
-      stages: S.
+      stages: S, the number of stages.
     """
 
     def __init__(self, schedule: Schedule, at: Region, fn: LayerFn, stages: int):
@@ -37,14 +37,17 @@ class Passes:
 
         Args:
           params: parameters of the layers, as stored.
-          x: tree of [B, ...].
+          x: input of the first layer, tree of [B, ...].
           fixed: the layers without their parameters, leaves [L, ...].
-          side: tree of [B, ...].
+          side: side inputs, tree of [B, ...].
           trained: parameters that a backward pass will compute gradients of; None if none follows.
 
         Returns:
-          The output of the last layer, [B, ...], with the sums over layers and rows; the gathered weights; and saved
-            values, leaves [groups of rows, S, k, M R + 1, ...].
+          The output of the last layer, [B, ...], with outputs summed over layers and rows; the gathered weights; and
+          the values saved by `gpipe.forward`, leaves [groups of chips with different rows, S, ...].
+
+        Raises:
+          UserError: as `gpipe.forward`.
         """
         rows = self._at.by_rows
 
@@ -73,7 +76,7 @@ class Passes:
           dy: gradients of the output of the last layer, leaves [B, ...], and of the sums.
 
         Returns:
-          The gradients of the parameters, sharded as stored, and of the input of the first layer, [B, ...].
+          The gradients of the trained parameters, sharded as stored, and of the input of the first layer, [B, ...].
         """
         rows = self._at.by_rows
 
@@ -100,8 +103,11 @@ class Passes:
           of_tail: parameters of the tail that get gradients.
 
         Returns:
-          The tail's result for all rows, and the sums over layers and rows; and gradients of the parameters, of the
-            tail's parameters, and of `x`.
+          The tail's result for all rows, with the outputs summed over layers and rows; and gradients of the trained
+          parameters, of those of the tail, and of `x`.
+
+        Raises:
+          UserError: as `one_f_one_b.OnePass.run`.
         """
         rows, schedule = self._at.by_rows, self.schedule
         assert isinstance(schedule, OneFOneB)
@@ -155,7 +161,7 @@ class Passes:
         return jax.tree.map(lambda a: split_rows(a, self.schedule.num_microbatches), tree)
 
     def _of_each(self, sums: Any) -> Any:
-        """Repeats sums for each microbatch, [M, ...]."""
+        """Returns M copies of the sums, one for each microbatch, [M, ...]."""
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (self.schedule.num_microbatches, *a.shape)), sums)
 
 

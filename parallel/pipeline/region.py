@@ -1,8 +1,9 @@
 """The manual region of a pipeline: its mesh axes, and how arrays enter and leave it.
 
-Left to the partitioner, weights sharded over fsdp would be gathered, and their gradients reduced, once per microbatch.
-Therefore the axes that shard rows are manual outside of the loop over ticks: weights enter as shards and are gathered
-once, and gradients are reduced once and leave as shards. `stage` is manual inside; all other axes stay automatic.
+Left to XLA's partitioner, weights sharded over fsdp would be gathered, and their gradients reduced, for each
+microbatch. Therefore the axes that shard rows are manual around the loop over ticks: weights enter as shards and are
+gathered before the loop, and gradients are reduced after it and leave as shards. Where stages run their layers, `stage`
+is manual, too, and all other axes are automatic.
 """
 
 import functools
@@ -50,11 +51,11 @@ class Region(NamedTuple):
 
     @property
     def by_rows(self) -> P:
-        """Spec of an array [B, ...]."""
+        """Spec of an array [B, ...] that is sharded over `rows`."""
         return P(self.rows or None)
 
     def run(self, fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-        """Returns `fn` mapped over groups of rows: a `shard_map` in which the axes `rows` are manual."""
+        """Returns `fn` mapped over groups of rows: a `shard_map` with manual axes `rows`, or `fn` if there are none."""
         if not self.rows:  # an empty `axis_names` would mean all axes
             return fn
         return jax.shard_map(
@@ -62,11 +63,11 @@ class Region(NamedTuple):
         )  # check_vma: kernels do not declare over which mesh axes their results vary
 
     def cast(self, params: Any) -> Any:
-        """Casts shards to the compute dtype."""
+        """Casts weights to the dtypes in which the layers compute."""
         return jax.tree.map(lambda a, dtype: a.astype(dtype), params, self.dtypes)
 
     def gather(self, params: Any, *, then: Callable = lambda tree: tree) -> Any:
-        """Gathers weights; `then` is applied first, to the shards of one stage."""
+        """Gathers weights over the axes of rows; `then` is applied first, to the shards of one stage."""
 
         def gathered(tree: Any) -> Any:
             if self.padded != self.layers:
@@ -81,7 +82,7 @@ class Region(NamedTuple):
         Args:
           grads: gradients of each of the k layers that a stage runs in a tick, lists of [R, ...].
           trained: the parameters that they are gradients of.
-          then: applied to the result, of one stage, [R k, ...].
+          then: applied to the sums of one stage, [R k, ...], before they are brought to the layout of the parameters.
         """
 
         def reduced(grads: tuple) -> Any:
@@ -98,13 +99,13 @@ class Region(NamedTuple):
         return accumulation.reduce(g, spec, set(self.rows))
 
     def _on_every_chip(self, fn: Callable, tree: Any, *, in_specs: Any, out_specs: Any) -> Any:
-        """Runs `fn` with all axes manual; otherwise the partitioner replicates the operands of explicit collectives."""
+        """Runs `fn` with all axes manual; otherwise XLA's partitioner replicates operands of explicit collectives."""
         return jax.shard_map(
             fn, in_specs=(in_specs,), out_specs=out_specs, axis_names=set(self.others), check_vma=False
         )(tree)
 
     def sum(self, tree: Any) -> Any:
-        """Sums small arrays over all rows."""
+        """Adds up the arrays of all groups of rows."""
         return jax.lax.psum(tree, self.rows) if self.rows else tree
 
 
@@ -115,7 +116,7 @@ def region(
 
     Args:
       fn: one layer.
-      stacked: its parameters, leaves [L, ...].
+      stacked: the parameters of all layers, leaves [L, ...].
       schedule: how stages run layers.
       param_rules, activation_rules: the strategy's tables.
       spans_slices: whether stages are on several slices.

@@ -1,18 +1,18 @@
 """The values that a layer saves between its two passes, as arrays that a schedule stores and fetches.
 
-`jax.vjp` returns the value of a layer and a function of the gradient of its output, which holds residuals: with the
-layer's rematerialization, its arguments and whatever the model's `remat` saves. A scan would stack all of them; a
-pipeline has its own place for each microbatch in flight, and stores less:
+`jax.vjp` returns the value of a layer and a function of the gradient of its output, which holds residuals. If the layer
+is rematerialized, these are its arguments and the values that the model's `remat` saves. A scan would stack all of
+them; a pipeline stores for each microbatch in flight only those that depend on x:
 
-    depends on x                        stored for each microbatch: x itself, and the values that `remat` names
+    depends on x                        stored for each microbatch: x itself, and what `remat` saves
     weights, side, what follows from    not stored: taken, or computed, again
     them alone (masks, reshaped weights)
 
 The backward pass differentiates the layer again and replaces the residuals of the first kind by the stored ones. The
 forward pass that this traces is dead code, which the compiler removes.
 
-Layers of several kinds may save different values. They share slots of equal shapes; a kind leaves its other slots at
-zero.
+A slot is the place of one array that a layer saves. Layers of several kinds may save different values; they share slots
+of equal shapes, and a kind fills the slots that it does not use with zeros.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ class Residuals(NamedTuple):
       fn: one layer, with the model's rematerialization.
       trained: parameters of a layer that get gradients.
       x: shapes of the input of a layer, tree of [b, ...].
-      shapes: shapes of the slots, with the memory in which they are kept.
-      stored: pairs for each kind: the index of a residual, and its slot.
+      shapes: shape, dtype and memory (chip or host) of each slot.
+      stored: for each kind, pairs of the index of a residual and its slot.
     """
 
     fn: LayerFn
@@ -52,7 +52,7 @@ class Residuals(NamedTuple):
           kind: the kind of the layer.
           layer: its parameters, key and inputs.
           x: its input, tree of [b, ...].
-          side: arrays that belong to the same rows.
+          side: side inputs of the same rows.
         """
         (y, sums), residuals, _ = self._differentiate(kind, layer, x, side)
         slots = [zeros(a) for a in self.shapes]
@@ -61,11 +61,11 @@ class Residuals(NamedTuple):
         return y, sums, tuple(slots)
 
     def residuals(self, kind: Kind, layer: Layer, slots: Slots, side: Side) -> tuple[list, Any]:
-        """Returns all residuals of a layer, and their structure: `jax.tree.unflatten` of both is its backward pass.
+        """Returns all residuals of a layer, and a structure: `unflatten(structure, residuals)` is its backward pass.
 
         Args:
           kind, layer, side: as in the forward pass.
-          slots: saved by it.
+          slots: what the forward pass saved.
         """
         unused = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.x)
         _, residuals, structure = self._differentiate(kind, layer, unused, side)
@@ -80,7 +80,7 @@ class Residuals(NamedTuple):
 
         Args:
           kind, layer, side: as in the forward pass.
-          slots: saved by it.
+          slots: what the forward pass saved.
           dy: gradients of the output and of the summed outputs.
         """
         residuals, structure = self.residuals(kind, layer, slots, side)
@@ -133,7 +133,7 @@ def _of_x(fn: LayerFn, trained: Trained, kind: Kind, layer: Layer, x: Stream, si
 
 
 def _dependent(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Returns which outputs depend on the marked inputs."""
+    """Returns which outputs may depend on the marked inputs: an operation other than `jit` is not looked into."""
     marked = {v for v, yes in zip(jaxpr.invars, inputs, strict=True) if yes}
     for equation in jaxpr.eqns:
         reads = [not isinstance(v, Literal) and v in marked for v in equation.invars]
@@ -144,7 +144,10 @@ def _dependent(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def share(shapes: list[Any], wanted: Sequence[Any]) -> list[int]:
-    """Returns a slot for each array of a kind; adds slots to `shapes` where no free one is of its shape and memory."""
+    """Returns a slot for each array in `wanted`, those of one kind of layers.
+
+    Adds a slot to `shapes` where no free one has the same shape, dtype and memory.
+    """
     free, found = list(range(len(shapes))), []
     for a in wanted:
         slot = next((i for i in free if _place(shapes[i]) == _place(a)), len(shapes))
@@ -161,7 +164,7 @@ def _place(a: Any) -> tuple:
 
 
 def zeros(a: Any) -> jax.Array:
-    """Returns zeros of the shape of `a`, in its memory."""
+    """Returns zeros with the shape and dtype of `a`, in its memory."""
     return in_memory(jnp.zeros(a.shape, a.dtype), a)
 
 

@@ -1,8 +1,9 @@
 """Runs layer stacks with a pipeline schedule: the interface to `core.stack`, with custom derivatives.
 
 gpipe and circular run the whole forward pass, then what follows the layers (norm, logits, loss) on all rows, as without
-a pipeline. They save the gathered weights and inputs of layers for the backward pass. 1F1B computes gradients as soon
-as a microbatch has its loss, so its forward rule computes both at once and saves the gradients.
+a pipeline. For the backward pass they save the gathered weights and what `Schedule.save` says. 1F1B and the schedules
+derived from it compute gradients as soon as a microbatch has its loss. The forward rule of their derivative therefore
+computes loss and gradients together, and saves the gradients.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def runner(
 
 @contextlib.contextmanager
 def _rows_over_stages(param_rules: Rules, activation_rules: Rules, rows: int) -> Iterator[None]:
-    """Context in which stages share the rows of the layers before the first stage, if they divide."""
+    """Context in which the rows of the layers before the first stage are sharded over stages, too, if they divide."""
     sizes = jax.sharding.get_abstract_mesh().shape
     over = (*logical.mesh_axes(activation_rules["batch"]), STAGE)
     if rows % logical.shards(over, sizes) == 0:
@@ -135,7 +136,7 @@ def _two_passes(passes: Passes) -> Any:
 def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
     """Returns layers and tail as a function of (weights, tail.params, x, fixed, side).
 
-    The forward rule of the derivative computes them, because 1F1B interleaves forward and backward passes.
+    The forward rule of its derivative computes the gradients, because 1F1B interleaves forward and backward passes.
     """
 
     @jax.custom_vjp
@@ -168,7 +169,8 @@ def _gives_loss(fn: LayerFn, tail: Tail, x: Stream, side: Side) -> bool:
     """Returns whether the tail returns a LossOutput.
 
     Raises:
-      UserError: it cannot be summed over microbatches, or its parameters cannot be differentiated.
+      UserError: the LossOutput has `extras`, which cannot be summed over microbatches, or an array in `tail.params` is
+        not floating-point.
     """
     out = jax.eval_shape(tail.fn, tail.params, x, side, fn.outputs.summed)
     if not isinstance(out, LossOutput):
@@ -192,7 +194,7 @@ def _gives_loss(fn: LayerFn, tail: Tail, x: Stream, side: Side) -> bool:
 
 
 def _forward_alone(passes: Passes) -> Any:
-    """Returns the layers without a gradient, for stacks where 1F1B has no loss as the tail."""
+    """Returns the layers without a gradient, for 1F1B with a stack that has no tail, or one that returns no loss."""
     return derivative_rules.without_gradient(
         lambda weights, x, fixed, side: tuple(passes.forward(weights, x, fixed, side, None)[0]),
         "1F1B: the backward pass of a microbatch starts before the forward pass of the next one, so the head and the "

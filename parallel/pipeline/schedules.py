@@ -1,8 +1,8 @@
 """Pipeline schedules as plain data: which microbatch a stage works on at each tick, and what fits the schedule.
 
-In a tick all stages do the same kinds of work in lockstep, each on a different microbatch. A stage without a microbatch
-at a tick computes on meaningless values: a bubble. A schedule says for each kind of work at which tick it starts, in
-which order the microbatches come, and how many ticks later the next stage does the same.
+In a tick all stages do the same kinds of work in lockstep, usually on different microbatches. A stage without a
+microbatch at a tick computes on meaningless values: a bubble. A schedule says for each kind of work at which tick it
+starts, in which order the microbatches come, and how many ticks later the next stage does the same.
 
     gpipe, circular     M R + S - 1 ticks forward, then as many backward
     1F1B, interleaved   S R - 1 ticks forward, M R + S - S R ticks forward and backward, S R - 1 ticks backward
@@ -57,15 +57,15 @@ class Schedule:
     """Base class of schedules.
 
     Attributes:
-      num_microbatches: M, at least 1. Microbatch m has rows m, m + M, … of every chip, so that rows stay on their
-        chips.
+      num_microbatches: M, at least 1. Microbatch m has rows m, m + M, … of the rows on each chip, so that no row moves
+        to another chip.
       save: what the forward pass saves for the backward pass: "layers", for every layer its input and what the model's
-        `remat` names; or "stage", only the input of a stage, which costs one more forward pass of the stage.
-      bubble_input: fills uninitialized memory and the inputs of bubbles. Results do not depend on it; tests show that
-        with NaN. None: memory keeps its previous content.
+        `remat` saves; or "stage", only the input of a stage, which costs one more forward pass of the stage.
+      bubble_input: a value that fills new arrays and the inputs of bubbles. Results do not depend on it; tests show
+        that with NaN. None: bubbles compute on whatever values are there.
 
     Raises:
-      UserError: a number is out of range, or `save` has another value.
+      UserError: `num_microbatches` is not a positive integer, or `save` has another value.
     """
 
     num_microbatches: int
@@ -82,7 +82,7 @@ class Schedule:
 
     @property
     def turns(self) -> int:
-        """M R: the number of forward ticks of a stage without bubbles."""
+        """M R: the number of ticks in which a stage runs a microbatch forward."""
         return self.num_microbatches * self.repeats
 
     def group(self, stages: int) -> int:
@@ -91,7 +91,7 @@ class Schedule:
         return self.num_microbatches
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns, for each of `KINDS` that the schedule has, the first tick in which a stage does it."""
+        """Returns, for each of `KINDS` that the schedule has, the first tick in which any stage does it."""
         return {"F": 0, "B": self.ticks(stages)}
 
     def ticks(self, stages: int) -> int:
@@ -109,8 +109,8 @@ class Schedule:
     def places(self, stages: int) -> list[int]:
         """Returns the place in memory of the saved values of each forward pass: the first that is free.
 
-        Passes are numbered in the order in which they run. A place is free after the backward pass. On the first stage
-        values wait longest.
+        Passes are numbered in the order in which a stage runs them; each repeat is a pass. A place becomes free after
+        the backward pass on the first stage, where values wait longest.
         """
         last = self.starts(stages)["B"] + stages - 1
         ends = {self._work("B", turn, stages)[0]: last + turn for turn in range(self.turns)}
@@ -126,20 +126,20 @@ class Schedule:
         return found
 
     def layer_unit(self, stages: int) -> int:
-        """Returns S R, the number of parts. A number of layers that is no multiple of it is padded (see `fits`)."""
+        """Returns S R, the number of parts; layers are padded to a multiple of it (see `fits`)."""
         return stages * self.repeats
 
     def fits(self, layers: int, stages: int) -> bool:
         """Returns whether this number of layers can be divided over the stages.
 
-        They need not divide evenly: each of the R S parts has ceil(L / (R S)) layers, and the last ones are padding.
+        They need not divide evenly: each of the R S parts has ceil(L / (R S)) layers, of which the last may be padding.
         Every stage must have a layer of the model, and so must the last repeat.
         """
         full, parts = stages * (self.repeats - 1) or stages - 1, self.layer_unit(stages)
         return layers > full * padded(layers, parts) // parts
 
     def problems(self, stages: int) -> list[str]:
-        """Returns the reasons, with fixes, why the schedule cannot run on this number of stages."""
+        """Returns the reasons, with fixes, why the schedule cannot run on this number of stages; [] if it can."""
         del stages
         return []
 
@@ -200,7 +200,7 @@ class Circular(Schedule):
       repeats: R, at least 1.
 
     Raises:
-      UserError: a number is out of range, or `save` has another value than those of `Schedule`.
+      UserError: `num_microbatches` or `repeats` is not a positive integer, or `save` is not a value of `Schedule`.
     """
 
     repeats: int
@@ -212,7 +212,7 @@ class Circular(Schedule):
         _check_count(self.name, "repeats", self.repeats)
 
     def problems(self, stages: int) -> list[str]:
-        """Returns a problem if a microbatch would return to the first stage before its place is free."""
+        """Returns a problem if M is below S: microbatches would return to the first stage too early."""
         if self.num_microbatches >= stages:
             return []
         return [
@@ -225,8 +225,8 @@ class Phase(NamedTuple):
     """Successive ticks in which stages do the same kinds of work.
 
     Attributes:
-      kinds: those of `KINDS`, in this order; after "F" also "T", if the tail runs on what leaves the last layer.
-      ticks: their number.
+      kinds: letters of `KINDS` in this order, with "T" after "F" if the tail runs on what leaves the last layer: "FTB".
+      ticks: the number of ticks.
     """
 
     kinds: str
@@ -265,12 +265,12 @@ class OneFOneB(Schedule):
     def starts(self, stages: int) -> dict[str, int]:
         """Returns the tick of the first forward pass, "F", and of the first backward pass, "B".
 
-        In the latter the first microbatch leaves the last layer, and at once starts backward.
+        In tick "B" the first microbatch leaves the last layer, and its backward pass starts.
         """
         return {"F": 0, "B": stages * self.repeats - 1}
 
     def problems(self, stages: int) -> list[str]:
-        """Returns a problem if the microbatches do not divide into groups of S."""
+        """Returns a problem if there are repeats and the microbatches do not divide into groups of S."""
         if self.repeats == 1 or self.num_microbatches % stages == 0:
             return []
         nearest = " or ".join(map(str, logical.nearest_multiples(self.num_microbatches, stages)))
@@ -306,13 +306,14 @@ class OneFOneB(Schedule):
 class Interleaved(OneFOneB):
     """1F1B with layers assigned to stages in R rounds, as in `Circular` (Narayanan et al. 2021).
 
-    The bubble is that of circular. Memory does not grow with the number of microbatches, a multiple of S.
+    The bubble is that of circular. The number of saved values does not grow with M. With R above 1, M must be a
+    multiple of S.
 
     Attributes:
       repeats: R, at least 1.
 
     Raises:
-      UserError: a number is out of range, or `save` has another value than those of `Schedule`.
+      UserError: `num_microbatches` or `repeats` is not a positive integer, or `save` is not a value of `Schedule`.
     """
 
     repeats: int
@@ -337,7 +338,7 @@ class ZeroBubble(OneFOneB):
       repeats: R, at least 1.
 
     Raises:
-      UserError: a number is out of range, or `save` is not "layers".
+      UserError: `num_microbatches` or `repeats` is not a positive integer, or `save` is not "layers".
     """
 
     repeats: int = 1
@@ -354,7 +355,7 @@ class ZeroBubble(OneFOneB):
             )
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the ticks of 1F1B; gradients of matrices, "W", start with the first stage's first backward pass."""
+        """Returns the ticks of 1F1B, and "W", the tick of the first stage's first backward pass."""
         starts = super().starts(stages)
         return starts | {"W": starts["B"] + stages - 1}
 
@@ -373,11 +374,11 @@ def gpipe(*, num_microbatches: int, save: str = "layers") -> Schedule:
 
     Args:
       num_microbatches: M, at least 1; each stage runs its layers on one microbatch at a time.
-      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
-        whose layers then run forward once more.
+      save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
+        each stage, whose layers then run forward once more.
 
     Raises:
-      UserError: `num_microbatches` is out of range, or `save` has another value.
+      UserError: `num_microbatches` is not a positive integer, or `save` has another value.
     """
     return GPipe(num_microbatches=num_microbatches, save=save)
 
@@ -388,25 +389,26 @@ def circular(*, num_microbatches: int, repeats: int, save: str = "layers") -> Sc
     Args:
       num_microbatches: M, at least the number of stages; each stage runs on one microbatch at a time.
       repeats: R, at least 1: how often a microbatch passes through all stages.
-      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
-        whose layers then run forward once more.
+      save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
+        each stage, whose layers then run forward once more.
 
     Raises:
-      UserError: a number is below 1, or `save` has another value. Numbers of stages that do not fit are reported later.
+      UserError: a number is not a positive integer, or `save` has another value. Numbers of stages that do not fit are
+        reported when a program is made (`Schedule.problems`).
     """
     return Circular(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
 
 def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
-    """Runs backward passes as early as possible; memory does not grow with the number of microbatches.
+    """Runs backward passes as early as possible; the number of saved values does not grow with that of microbatches.
 
     Args:
       num_microbatches: M, at least 1; each stage runs its layers on one microbatch at a time.
-      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
-        whose layers then run forward once more.
+      save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
+        each stage, whose layers then run forward once more.
 
     Raises:
-      UserError: `num_microbatches` is out of range, or `save` has another value.
+      UserError: `num_microbatches` is not a positive integer, or `save` has another value.
     """
     return OneFOneB(num_microbatches=num_microbatches, save=save)
 
@@ -417,30 +419,32 @@ def interleaved(*, num_microbatches: int, repeats: int, save: str = "layers") ->
     Args:
       num_microbatches: M; with `repeats` above 1, a multiple of the number of stages.
       repeats: R, at least 1: how often a microbatch passes through all stages.
-      save: "layers" saves the input of each layer and what the model's `remat` names; "stage" only that of a stage,
-        whose layers then run forward once more.
+      save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
+        each stage, whose layers then run forward once more.
 
     Raises:
-      UserError: a number is below 1, or `save` has another value. Numbers of stages that do not fit are reported later.
+      UserError: a number is not a positive integer, or `save` has another value. Numbers of stages that do not fit are
+        reported when a program is made (`Schedule.problems`).
     """
     return Interleaved(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
 
 def zero_bubble(*, num_microbatches: int, repeats: int = 1) -> Schedule:
-    """Runs 1F1B, or interleaved if `repeats` is above 1, without bubbles in matrices' gradients; needs more memory.
+    """Runs 1F1B (with repeats: interleaved) without bubbles in the gradients of matrices; needs more memory.
 
     Args:
       num_microbatches: M, at least 1; with `repeats` above 1, a multiple of the number of stages.
       repeats: R, at least 1: how often a microbatch passes through all stages.
 
     Raises:
-      UserError: a number is below 1. Numbers of stages that do not fit are reported later.
+      UserError: a number is not a positive integer. Numbers of stages that do not fit are reported when a program is
+        made (`Schedule.problems`).
     """
     return ZeroBubble(num_microbatches=num_microbatches, repeats=repeats)
 
 
 def padded(layers: int, parts: int) -> int:
-    """Rounds a number of layers up, so that all parts have equally many; the last layers are then padding."""
+    """Rounds a number of layers up to a multiple of `parts`; the additional layers are padding."""
     return -(-layers // parts) * parts
 
 
@@ -450,13 +454,13 @@ def _check_count(schedule: str, name: str, count: int) -> None:
 
 
 def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int) -> list[str]:
-    """Returns the reasons why a model cannot run as this pipeline, each with a fix.
+    """Returns the reasons why a model cannot run as this pipeline, each with a fix; [] if it can.
 
     Args:
       schedule: the strategy's schedule.
       shapes, axes: shapes and axes of the model's parameters, trees of one structure.
       stages: degree of `stage`.
-      chips: number of chips of the slice, which bounds other degrees.
+      chips: number of devices of the slice; fixes suggest numbers of stages that divide it.
     """
     found = depths(shapes, axes)
     if not found:
@@ -470,7 +474,11 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
 
 
 def depths(shapes: Any, axes: Any) -> list[int]:
-    """Returns the distinct numbers of layers of a model's stacks, ascending; arguments as in `problems`."""
+    """Returns the distinct numbers of layers of a model's stacks, without their first layers, ascending.
+
+    Args:
+      shapes, axes: as in `problems`.
+    """
     named = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
     return sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
 
@@ -497,7 +505,7 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
       where: strategy and slice, for the message.
 
     Raises:
-      UserError: it does not divide; names the nearest sizes that do.
+      UserError: it does not divide; the message names the nearest sizes that do.
     """
     unit = groups * accum_steps * (schedule.num_microbatches if schedule else 1)
     if rows % unit == 0:

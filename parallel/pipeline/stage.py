@@ -1,19 +1,19 @@
 """The work of one stage in one tick: its layers on one microbatch, forward or backward.
 
-Everything here runs where `stage` is manual: arrays are local to a stage. Between the two passes a stage saves what the
-model's `remat` names, and no parameter (`residuals`). Gradients are accumulated in float32, in place and layer by
-layer, so that XLA fuses each sum with the product that it adds.
+Everything here runs where `stage` is manual: arrays are local to a stage. Between the two passes a stage saves values
+that depend on the microbatch, and no parameters (`residuals`). Gradients are accumulated in float32, in place and layer
+by layer, so that XLA fuses each sum with the product that it adds.
 
     forward    x[l+1], s[l] = f(W[l], x[l]);    sums += s[l];    saved: x[l] and what `remat` saves, or x[0] alone
     backward   dW[l], dx[l] = vjp(f at W[l], x[l])(dx[l+1], dsums);    dW_sum[l] += dW[l]
 
 The backward pass may leave the gradients of matrices to a third pass, `weights` (`deferred`). Summed outputs of layers
-travel with the microbatch, so nothing is added in a bubble.
+travel with the microbatch, so bubbles add nothing to them.
 
-If the layers do not divide over the stages, the last ones are padding: copies of the last layer whose results are
-discarded. A layer whose kind depends on the stage is selected by `lax.switch`.
+If the layers do not divide over stages and repeats, the last ones are padding: copies of the last layer whose results
+are discarded. A layer whose kind depends on the stage is selected by `lax.switch`.
 
-b rows of a microbatch, k layers that a stage runs in a tick.
+S stages, M microbatches, R repeats, b rows of a microbatch, k layers that a stage runs in a tick.
 """
 
 import functools
@@ -45,8 +45,8 @@ class Turn(NamedTuple):
       microbatch, repeat: [], int32; in range even in a bubble.
       order: [], int32, the place of this work among the forward passes of a stage.
       valid: [], bool; false in a bubble.
-      first: [], bool: whether it is the first microbatch of its repeat.
-      resumes: [], bool: whether the turn before had another repeat.
+      first: [], bool: whether it is the first microbatch of its repeat; false in a bubble.
+      resumes: [], bool: whether it is the first of successive turns with the same repeat; false in a bubble.
     """
 
     microbatch: jax.Array
@@ -63,8 +63,8 @@ def turn(schedule: Schedule, number: jax.Array, *, stages: int, is_backward: boo
     Args:
       schedule: the schedule.
       number: [], int32, the place of the turn among those of a stage.
-      stages: S.
-      is_backward: whether repeats are counted from the last one.
+      stages: S, the number of stages.
+      is_backward: whether the turns are those of the backward pass, in which the last repeat comes first.
     """
     group, repeats = schedule.group(stages), schedule.repeats
     inside = jnp.clip(number, 0, schedule.turns - 1)
@@ -78,7 +78,7 @@ def turn(schedule: Schedule, number: jax.Array, *, stages: int, is_backward: boo
 
 
 class Traveling(NamedTuple):
-    """The arrays that a microbatch carries from stage to stage; in the backward pass their gradients.
+    """The arrays that a microbatch carries from stage to stage; in the backward pass, their gradients.
 
     Attributes:
       x: tree of [b, ...].
@@ -95,10 +95,10 @@ class Stage(NamedTuple):
     Attributes:
       fn: one layer.
       layers: in the order in which this stage runs them; leaves [R k, ...].
-      sides: arrays that belong to rows, by microbatch; leaves [M, b, ...].
+      sides: side inputs by microbatch; leaves [M, b, ...].
       depth: k.
       schedule: the schedule.
-      trained: parameters of a layer that the backward pass computes gradients of; None if none follows.
+      trained: parameters of a layer that get gradients; None if no backward pass follows.
       spans_slices: whether stages are on several slices.
     """
 
@@ -136,13 +136,13 @@ class Stage(NamedTuple):
         return self.schedule.repeats
 
     def residuals(self, x: Stream) -> Residuals:
-        """Returns a description of what each layer saves for the backward pass on a microbatch `x`."""
+        """Describes what each layer saves for the backward pass on a microbatch `x`; `trained` must not be None."""
         assert self.trained is not None
         layer, sides = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (self.layers, self.sides))
         return residuals.of_layers(self.fn, self.trained, layer, x, sides)
 
     def deferred(self, x: Stream) -> Deferred:
-        """Returns the two parts of the backward pass of a layer on a microbatch `x`."""
+        """Returns the two parts of the backward pass of a layer on a microbatch `x`; `trained` must not be None."""
         layer, sides = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (self.layers, self.sides))
         return deferred.of_layers(self.residuals(x), layer, sides)
 
@@ -151,7 +151,7 @@ class Stage(NamedTuple):
         return jax.tree.map(lambda a: take(a, at.repeat * self.depth + i), self.layers)
 
     def side(self, at: Turn) -> Side:
-        """Returns the side of this turn's microbatch."""
+        """Returns the side inputs of this turn's microbatch."""
         return jax.tree.map(lambda a: take(a, at.microbatch), self.sides)
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -163,14 +163,14 @@ class Stage(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Float32 gradients of a stage's parameters.
+    """Float32 gradients of a stage's trained parameters.
 
     Each of the k layers has arrays of its own: XLA copies a part of a larger array before adding to it.
 
     Attributes:
       sums: gradients of the current repeat; k trees, leaves [...].
-      repeats: gradients of all repeats; the sums are copied here in every turn, which is cheaper than accumulating
-        here; k trees, leaves [R, ...], or () if R = 1.
+      repeats: gradients of all repeats, k trees, leaves [R, ...]; () if R = 1. The sums are copied here in every turn,
+        which is cheaper than accumulating here.
     """
 
     sums: tuple
@@ -182,7 +182,9 @@ class Grads(NamedTuple):
 
 
 def check_microbatch(stage: Stage, x: Stream) -> None:
-    """Checks that a layer runs on the rows of a microbatch, `x`, with the same summed outputs as on all rows.
+    """Checks that a layer runs on the rows of a microbatch, `x`, and returns x and sums of the right shapes.
+
+    Nothing is checked for stacks with neither `layer_in` nor summed outputs.
 
     Raises:
       UserError: an entry of `layer_in`, or a summed output, belongs to rows.
@@ -217,7 +219,7 @@ def forward(stage: Stage, at: Turn, y: Traveling, kept: Any, place: jax.Array) -
 
     Args:
       stage: the layers.
-      at: the turn; in a bubble saved values do not change.
+      at: the turn; a bubble writes only the last place of `kept`, which no turn reads.
       y: the input of the first layer, and the sums before it.
       kept: from `empty_saved`; () if no backward pass follows.
       place: [], index of this turn in `kept`.
@@ -261,7 +263,7 @@ def backward(
     Args:
       stage: the layers.
       at: the turn; in a bubble the gradients do not change.
-      kept: values saved by `forward`.
+      kept: values saved by `forward`, of all turns.
       place: [], index of this turn in `kept`.
       dy: the gradient of the output of the last layer, and of the sums.
       grads: gradients summed so far.
@@ -289,7 +291,7 @@ def backward(
 
 
 def empty_deferred(stage: Stage, x: Stream) -> Any:
-    """Allocates the values that wait for the gradients of matrices, of S turns with microbatches like `x`.
+    """Allocates arrays for the values that wait for the gradients of matrices, of S turns with microbatches like `x`.
 
     Leaves are [k, S, ...]. Returns () if the schedule computes all gradients in the backward pass.
     """
@@ -306,7 +308,7 @@ def backward_of_inputs(
     Args:
       stage, at, kept, place, dy, grads: as in `backward`.
       waiting: from `empty_deferred`.
-      to: [], the place in it of this turn. In a bubble nothing waits there that is needed.
+      to: [], the place of this turn in `waiting`. A bubble overwrites it, when no value there is needed.
 
     Returns:
       As `backward`, and the values that wait.
@@ -334,7 +336,7 @@ def weights(
       stage, at, kept, place, grads: as in `backward`.
       x: a tree with the shapes of the input of a layer; its values are not used.
       waiting: from `backward_of_inputs`.
-      to: [], the place in it of this turn.
+      to: [], the place of this turn in `waiting`.
     """
     split, side = stage.deferred(x), stage.side(at)
 
@@ -391,7 +393,7 @@ def _if(condition: jax.Array | bool, yes: Any, no: Any) -> Any:
 
 
 def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
-    """Allocates what `places` turns save, each of a microbatch like `x`; () if nothing is trained.
+    """Allocates arrays for what `places` turns save, each of a microbatch like `x`; () if no backward pass follows.
 
     Leaves are [k, places + 1, ...] with `save="layers"`, and [1, places + 1, b, ...] with `save="stage"`.
 
@@ -420,7 +422,7 @@ def _row_major(tree: Any) -> Any:
 
 
 def zero_grads(stage: Stage) -> Grads:
-    """Returns gradients of zero; their copies for all repeats are uninitialized, because each turn writes its own."""
+    """Returns gradients of zero; `Grads.repeats` is uninitialized, because each entry is written before it is used."""
     assert stage.trained is not None
     one = [a[0] for a in stage.trained.pick(stage.layers.params)]
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (one,) * stage.depth)

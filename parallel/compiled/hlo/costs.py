@@ -1,7 +1,7 @@
 """Adds up the compiler's cost estimates of a step.
 
-`compiled.cost_analysis()` counts the body of a loop once; here every instruction counts as often as it runs. Nothing is
-dropped: operations without an estimate, loops without a trip count and unknown opcodes are listed.
+`compiled.cost_analysis()` counts the body of a loop once; here every instruction counts as often as it runs
+(`executions`). Operations without an estimate, loops without a trip count and unknown opcodes are listed.
 
 Estimates are in cycles of a chip's TensorCores. They cover neither collectives nor Mosaic kernels.
 """
@@ -59,13 +59,13 @@ class Costs(NamedTuple):
     """Estimated costs of a step.
 
     Attributes:
-      cycles: estimated cycles by kind of instruction (`fusion kOutput`, `copy`), largest first.
+      cycles: estimated cycles of a step by kind of instruction (`fusion kOutput`, `copy`), largest first.
       kernels: Mosaic kernels.
       custom_calls: executions of other custom calls, by target.
-      loops: every loop, once per place.
+      loops: all loops; one that is called from several places is listed for each.
       unknown: executions of instructions whose opcode this module does not know, by opcode.
-      unpriced: executions of other instructions without an estimate, by opcode; collectives, kernels, and copies to or
-        from the host are left out.
+      unpriced: executions of other instructions that take time but have no estimate, by kind; collectives, custom
+        calls, and copies to or from the host are left out.
     """
 
     cycles: Mapping[str, int]
@@ -82,7 +82,7 @@ class Costs(NamedTuple):
 
 
 def summarize(run: Sequence[Executed]) -> Costs:
-    """Adds up estimated cycles by kind, and lists everything that has no estimate."""
+    """Adds up estimated cycles by kind, and lists what has no estimate; `run` is from `executions.walk`."""
     cycles: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
     unknown: collections.Counter[str] = collections.Counter()

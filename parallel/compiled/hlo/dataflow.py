@@ -21,7 +21,11 @@ def is_start(executed: Executed) -> bool:
 
 
 def beside(module: Module, executed: Executed) -> list[Instruction]:
-    """Returns the instructions scheduled between a collective's start and end; empty if it is one instruction."""
+    """Returns the instructions scheduled between a collective's start and end; empty if it is one instruction.
+
+    If no end follows the start, as in a loop whose next iteration ends the collective, they are those after the
+    start and those before the end.
+    """
     at = executed.wrappers[0] if executed.wrappers else executed.instruction
     schedule = list(executed.schedule.values())
     ends = [i for i, other in enumerate(schedule) if _ends(module, other, at, executed)]

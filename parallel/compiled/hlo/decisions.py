@@ -1,8 +1,8 @@
 """Finds what a value in an optimized HLO program depends on, to show whether all chips take the same branch.
 
-A value is traced back through tuples, fusions, calls and loop states; its kind is the least certain one of its sources.
-An element of a loop's state has two sources, its initial value and the update in the body: an element with a constant
-increment is a counter if it starts as a constant.
+A value is traced back through tuples, fusions, calls and loop states; its kind is that of its least certain source, the
+last in `KINDS`. An element of a loop's state has two sources, its initial value and the update in the body: an element
+with a constant increment is a counter if it starts as a constant.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """Computes how often each instruction of an optimized HLO program runs on a chip.
 
-The program is walked in execution order. The body of a loop runs as often as its trip count, the most expensive branch
-of a conditional every time and the others never, and the instructions of a fusion with the fusion.
+The program is walked in execution order. The body of a loop counts as often as its trip count (once if that is
+unknown), the most expensive branch of a conditional every time and the others never, and the instructions of a fusion
+as often as the fusion.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ class Loop(NamedTuple):
     Attributes:
       name: name of the `while`.
       op_name: JAX's name of its operation, such as `jit(run)/jvp()/while`.
-      trips: trip count; None if it depends on data.
+      trips: trip count; None if it cannot be derived (`trip_counts`).
     """
 
     name: str
@@ -59,7 +60,7 @@ class Executed(NamedTuple):
     Attributes:
       instruction: the instruction.
       computation: the computation that contains it.
-      times: executions in a step; a loop with an unknown trip count counts once.
+      times: executions in a step; 0 in branches that count as never run.
       loops: around it, outermost first.
       branches: around it, outermost first.
       wrappers: fusions and asynchronous starts around it, outermost first; empty if it is scheduled directly.
@@ -91,7 +92,7 @@ class _Place(NamedTuple):
 
 
 def walk(module: Module) -> list[Executed]:
-    """Returns every instruction that runs, in schedule order, with loops and calls expanded in place."""
+    """Returns every instruction of the program, in schedule order, with loops, calls and branches expanded in place."""
     return list(_Walk(module).run(_Place(Scope(module.entry))))
 
 
@@ -127,7 +128,7 @@ class _Walk:
         yield from self.run(place._replace(scope=Scope(name, place.scope, at)))
 
     def _branch(self, at: Instruction, place: _Place) -> Iterator[Executed]:
-        """Yields the instructions of every branch; the most expensive one runs each time, the others never."""
+        """Yields the instructions of every branch, with `times` 0 for all branches but the most expensive one."""
         names = [n for n in at.called() if n in self._module.computations]
         taken = Branch(at.name, at.op_name, decisions.decided_by(self._module, place.scope, at.operands[0]))
         inner = place._replace(branches=(*place.branches, taken))
@@ -138,7 +139,7 @@ class _Walk:
 
 
 def _weight(run: list[Executed]) -> float:
-    """Returns estimated cycles; operations without an estimate count by bytes, at about the speed of a chip's links."""
+    """Returns estimated cycles; kernels and collectives count by bytes, at about the speed of a chip's links."""
     unpriced = [e for e in run if base_opcode(e.instruction) in COLLECTIVES or is_kernel(e.instruction)]
     moved = sum(a.bytes * e.times for e in unpriced for a in e.instruction.arrays)
     return sum(e.cycles for e in run) + moved / _LINK_BYTES_PER_CYCLE

@@ -57,10 +57,10 @@ def warnings(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
-    """Captures C++ output to file descriptor 2; on exit passes it on, except for the compiler's warnings and notices.
+    """Captures output to file descriptor 2; at the end passes it on, except for the compiler's warnings and notices.
 
     Args:
-      pass_on: whether to pass on other messages at the end; False discards them.
+      pass_on: False passes nothing on.
     """
     messages, held = Messages(), log_filters.Held()
     try:

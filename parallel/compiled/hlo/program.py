@@ -42,7 +42,7 @@ class Array(NamedTuple):
 
 
 def _bits(dtype: str) -> int:
-    """Returns the bits of a dtype: 16 for `bf16`, 8 for `f8e4m3fn`, 4 for `s4`."""
+    """Returns the bits of a dtype: 16 for `bf16`, 8 for `f8e4m3fn`, 4 for `s4`; 0 if its name has no number."""
     if dtype in _BITS:
         return _BITS[dtype]
     found = re.match(r"[a-z]+(\d+)", dtype)
@@ -70,7 +70,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of the instructions that it reads."""
+        """Names of the instructions that it reads; none for constants and parameters."""
         if self.opcode in ("constant", "parameter"):
             return []
         return [part.split()[-1].lstrip("%") for part in _split(self.argument) if part.strip()]
@@ -138,7 +138,7 @@ def parse(text: str) -> Module:
     """Parses the result of `compiled.as_text()`.
 
     Raises:
-      RuntimeError: the text ends inside an instruction, or no computation is marked ENTRY.
+      RuntimeError: a bracket or quote is not closed, or no computation is marked ENTRY.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None

@@ -1,4 +1,4 @@
-"""Parses the groups of chips of a collective, in all notations of HLO.
+"""Parses the groups of chips of a collective, in the notations of HLO.
 
 {{0,1},{2,3}}                                lists
 [4,4]<=[4,4]T(1,0)                           iota of 16 as [4, 4], transposed: 4 groups of 4

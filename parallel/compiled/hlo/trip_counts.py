@@ -24,8 +24,8 @@ class Scope(NamedTuple):
 
     Attributes:
       computation: name.
-      caller: scope of the call; None for the entry, or for a loop whose state stays symbolic.
-      call: the instruction that calls it.
+      caller: scope of the call; None for the entry computation, or to keep the state of a loop symbolic.
+      call: the instruction that calls it; None if `caller` is.
     """
 
     computation: str
@@ -40,7 +40,7 @@ class Scope(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The constant `offset`, or element `element` of the state of the innermost loop plus `offset`."""
+    """The constant `offset` if `element` is None; else that element of the innermost loop's state, plus `offset`."""
 
     element: int | None
     offset: int
@@ -53,7 +53,7 @@ class TripCounts:
         self._module = module
 
     def of(self, loop: Instruction, scope: Scope) -> int | None:
-        """Returns how often the body of a loop runs, or None if that depends on data.
+        """Returns how often the body of a loop runs; None if that cannot be derived.
 
         Args:
           loop: a `while`.
@@ -89,7 +89,7 @@ class TripCounts:
         return None if left is None or right is None else (left, right, condition.required("direction"))
 
     def step(self, loop: Instruction, element: int) -> int | None:
-        """Returns what one iteration of a `while` adds to an element of its state; None if that is not constant."""
+        """Returns what an iteration of a `while` adds to an element of its state; None if that is no known constant."""
         scope = Scope(loop.required("body"))
         after = self._element(scope, root(self._computation(scope)).name, element)
         return None if after is None or after.element != element else after.offset
@@ -98,7 +98,7 @@ class TripCounts:
         return self.step(loop, element) == 0
 
     def _invariant(self, loop: Instruction, scope: Scope, value: Value) -> Value | None:
-        """Returns the initial value of an element that the loop does not change; None if it changes it."""
+        """Returns the initial value of an element that the loop does not change; None if it changes or is unknown."""
         if value.element is None or not self._is_constant_state(loop, value.element):
             return None
         before = self._element(scope, loop.operands[0], value.element)
@@ -169,7 +169,7 @@ def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | N
 
 
 def _count(start: int, limit: int, step: int, direction: str) -> int | None:
-    """Returns for how many k, from 0, `start + k * step` satisfies the comparison with `limit`; None if without end.
+    """Returns for how many k, from 0, `start + k * step` satisfies the comparison with `limit`; None if for all.
 
     It is also None for comparisons other than LT, LE, GT, GE and NE.
     """
