@@ -33,7 +33,7 @@ def manual_axes(tables: Strategy, shape: Mapping[str, int], *, gather_once: bool
 
 
 def outermost_axes(tables: Strategy) -> list[str]:
-    """Returns the mesh axes that shard rows, in the order in which they become manual: first those of no parameter."""
+    """Returns the mesh axes of rows in the order in which they become manual: first those that shard no parameter."""
     return sorted(logical.mesh_axes(tables.activation_rules["batch"]), key=_stored(tables).__contains__)
 
 

@@ -171,9 +171,10 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
 
     Q[B_f, L_s, H, K] · gather_s(K[B_f, L_s, N, K]) → scores[B_f, H, L_s, L];   weights sharded over fsdp and sequence
 
-    With `ring`, keys and values are not gathered, but travel around the chips of sequence (`ring_attention`):
+    With `ring`, keys and values are not gathered, but travel around the chips of `sequence`, and each chip attends to
+    one shard at a time (`models.decoder.attention.ring_attention`):
 
-    Q[B_f, L_s, H, K] · K[B_f, L_s, N, K] → scores[B_f, H, L_s, L_s], s times
+    Q[B_f, L_s, H, K] · K[B_f, L_s, N, K] → scores[B_f, H, L_s, L_s]
 
     Args:
       sequence: chips that share the positions of a row.

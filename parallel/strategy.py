@@ -269,6 +269,8 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
 def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
     """Returns the number of which a dimension with this logical axis must be a multiple to divide under all tables.
 
+    A multiple of it for `layers` also needs no padding in a pipeline.
+
     Raises:
       UserError: the strategy does not fit the slice, as in `resolve`; or `axis` is no logical axis.
     """

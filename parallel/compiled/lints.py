@@ -351,7 +351,7 @@ LINTS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
 
 
 def _described(c: Collective) -> str:
-    """Describes a collective: `all-reduce bf16[4096,11008] over fsdp, 32 times, at jvp()/while/.../dot_general`."""
+    """Describes a collective: `all-reduce bf16[4096,11008] over fsdp, 32 times, at while/body/dot_general`."""
     arrays = ", ".join(units.shortened([str(array) for array in c.arrays], most=2))
     times = f", {c.times} times" if c.times > 1 else ""
     where = "/".join(c.op_name.split("/")[-3:])

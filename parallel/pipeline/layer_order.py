@@ -47,7 +47,7 @@ def exchanges(stages: int, repeats: int) -> list[list[Move]]:
     """Returns R exchanges; in each, every stage sends one part and receives one.
 
     If every stage sent its part in place i, stages whose distance is a multiple of S / g, with g = gcd(R, S), would
-    send to the same stage. Therefore the place is one higher (modulo R) for each S / g stages.
+    send to the same stage. Therefore the place is raised by one, modulo R, after every S / g stages.
     """
     group = stages // math.gcd(stages, repeats)
     return [[_move(s, (i + s // group) % repeats, stages, repeats) for s in range(stages)] for i in range(repeats)]

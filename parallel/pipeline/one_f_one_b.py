@@ -1,4 +1,4 @@
-"""1F1B and its relatives in lockstep: loss and gradients in one pass, with few microbatches in flight.
+"""1F1B and the schedules derived from it: loss and gradients in one pass, with few microbatches in flight.
 
 In a tick every stage runs one microbatch forward; then the tail runs on the one that the last stage has just finished;
 then every stage runs one microbatch backward; then, in a zero-bubble schedule, every stage computes the gradients of

@@ -169,7 +169,7 @@ def zeros(a: Any) -> jax.Array:
 
 
 def in_memory(array: jax.Array, like: Any) -> jax.Array:
-    """Moves an array to the kind of memory that `like` is in: the chip's or the host's."""
+    """Moves an array on the chip to the kind of memory that `like` is in: the chip's or the host's."""
     space = getattr(like, "memory_space", jax.memory.Space.Device)
     return array if space == jax.memory.Space.Device else jax.device_put(array, space)
 

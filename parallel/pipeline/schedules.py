@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
     Attributes:
       kind: one of `KINDS`.
-      microbatch, repeat: their indices.
+      microbatch, repeat: their indices, from 0.
     """
 
     kind: str
@@ -144,7 +144,7 @@ class Schedule:
         return []
 
     def work(self, stage: int, tick: int, stages: int) -> tuple[Work, ...]:
-        """Returns the work of a stage at a tick, counted from the first forward tick; empty in a bubble."""
+        """Returns the work of a stage at a tick, () in a bubble; tick 0 is the first forward tick."""
         lag = {"F": stage, "B": stages - 1 - stage, "W": 0}
         starts = self.starts(stages)
         return tuple(w for kind in starts for w in self._work(kind, tick - starts[kind] - lag[kind], stages))
@@ -256,9 +256,9 @@ class OneFOneB(Schedule):
     name = "1F1B"
 
     def group(self, stages: int) -> int:
-        """Returns S with R above 1: the first of S microbatches returns to a stage when the last of them has left it.
+        """Returns S if R is above 1, because the first of S microbatches returns to a stage when the last has left it.
 
-        Returns M without repeats.
+        Returns M if R is 1.
         """
         return self.num_microbatches if self.repeats == 1 else stages
 
@@ -355,7 +355,7 @@ class ZeroBubble(OneFOneB):
             )
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the ticks of 1F1B, and "W", the tick of the first stage's first backward pass."""
+        """Returns the ticks of 1F1B; "W" (gradients of matrices) is that of the first stage's first backward pass."""
         starts = super().starts(stages)
         return starts | {"W": starts["B"] + stages - 1}
 

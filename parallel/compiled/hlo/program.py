@@ -194,7 +194,7 @@ def _instruction(named: re.Match) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Returns the position of the bracket that closes the one at `opening`."""
+    """Returns the position of the bracket that closes the one at `opening`. Raises RuntimeError if none does."""
     depth, quoted, i = 0, False, opening
     while i < len(text):
         character = text[i]
