@@ -27,7 +27,7 @@ from parallel.strategy import Strategy
 
 
 def manual_axes(tables: Strategy, shape: Mapping[str, int], *, gather_once: bool) -> set[str]:
-    """Returns the mesh axes of degree above 1 that shard rows; without `gather_once`, those that shard no parameter."""
+    """Returns mesh axes with degree above 1 of rows; without `gather_once`, only those that shard no parameter."""
     rows = {axis for axis in logical.mesh_axes(tables.activation_rules["batch"]) if shape[axis] > 1}
     return rows if gather_once else rows - _stored(tables)
 
