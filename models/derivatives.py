@@ -145,7 +145,7 @@ _silu_gated.defvjp(_gated_forward, _gated_back)
 
 @jax.custom_vjp
 def with_float32_gradient(x: jax.Array) -> jax.Array:
-    """Returns x, float32, whose gradients are converted to float32 before they are summed."""
+    """Returns x, which is float32; its gradients are converted to float32 before they are summed."""
     return x
 
 

@@ -77,11 +77,11 @@ class Lora:
         *,
         rows: jax.Array | None,
     ) -> jax.Array:
-        """Returns the product of x and a matrix plus the output of its adapter; the product alone if it is no target.
+        """Returns a product of x and a matrix plus the output of the matrix's adapter, if it has one.
 
         Args:
           name: name of the matrix.
-          product: [B, T, *out].
+          product: x times the matrix, [B, T, *out].
           x: [B, T, *in], in the compute dtype.
           axes: logical axes of in and out.
           rows: [B], global row ids for dropout; None: no dropout.
@@ -127,9 +127,9 @@ class Lora:
         return weight + self.scale * jnp.tensordot(a, b, 1)
 
     def base_frozen(self, params: Params) -> Params:
-        """Returns newly initialized parameters with all but the adapters frozen, in `base_dtype`.
+        """Returns newly initialized parameters with all but the adapters frozen, and stored in `base_dtype`.
 
-        Routers of experts, with their biases and corrections, stay in float32, in which scores are computed.
+        Routers of experts, with their biases and corrections, are frozen in float32, in which scores are computed.
         """
         base = [name for name in parameters.names(params) if not name.endswith(("_lora_a", "_lora_b"))]
         routers = [name for name in base if name.endswith(("/router", "/router_bias", "/correction"))]

@@ -44,11 +44,11 @@ def _feed_forward(part: Part | None) -> Sources:
 
 
 def sources(model: DecoderConfig, *, projections: Projections) -> Sources:
-    """Returns the sources of a decoder with both kinds of layers.
+    """Returns the source of each parameter of a decoder with such layers, by its path.
 
     Args:
       model: the decoder.
-      projections: returns the names and dimensions of the tensors of a delta rule's projections, by our names.
+      projections: returns the tensor name and the dimensions of each projection of a gated delta rule, by our names.
     """
     return family.llama_sources(
         model,

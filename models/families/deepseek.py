@@ -53,7 +53,7 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Raises UserError if values do not fit one another; the messages have the names of the keys in the file."""
+    """Raises UserError if values do not fit one another; messages have the names of keys in the file."""
     heads, keys, rotary = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "qk_rope_head_dim"))
     if keys not in (None, heads):
         raise UserError(

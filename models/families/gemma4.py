@@ -70,9 +70,9 @@ def _inputs(config: Config) -> LayerInputs | None:
 
 
 def _parts(config: Config, types: list[str], mixers: list[Attention]) -> dict[str, Any]:
-    """Returns the fields with the mixers and feed-forwards of all layers, of which the last may use earlier keys.
+    """Returns the fields for mixers and feed-forwards; the last layers may use the keys of earlier ones.
 
-    Raises UserError if no layer with keys of its own has the type of a layer without, or these have experts.
+    Raises UserError if such a layer comes after none of its type with keys of its own, or layers also have experts.
     """
     if not config[_SHARED]:
         return {
@@ -202,7 +202,7 @@ def _sources(model: DecoderConfig) -> Sources:
 
 
 def _ignored(config: Config) -> list[str]:
-    """Returns patterns of what published folders have beside the language model, and of keys that no layer reads."""
+    """Returns patterns of tensors that are not read: those outside the language model, and keys that no layer uses."""
     found = ["*embed_vision.*", "*embed_audio.*", "*audio_tower.*", "*vision_embedder.*"]
     layers = config["num_hidden_layers"]
     for layer in range(layers - config[_SHARED], layers):
@@ -211,7 +211,7 @@ def _ignored(config: Config) -> list[str]:
 
 
 def _feed_forward(part: Part | None) -> Sources:
-    """Returns the tensors of a layer: with experts, each gate is followed by its up matrix in one tensor of all."""
+    """Returns the sources of a feed-forward; with experts, one tensor has the gates and up matrices of all."""
     if not isinstance(part, Experts):
         return family.mlp_sources(part)
     experts, router = "layers.{}.experts.", "layers.{}.router."

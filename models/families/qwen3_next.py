@@ -64,6 +64,8 @@ def decoder(config: Config, *, without_effect: Collection[str] = (), **other: An
 def experts(config: Config, *, normalized: bool) -> Experts:
     """Returns the experts that a configuration describes, with a shared one.
 
+    `normalized`: whether the weights of a token's experts are divided by their sum.
+
     Raises:
       UserError: a token would have more experts than there are.
     """

@@ -64,7 +64,7 @@ class GatedDelta(Part):
       chunk: positions that are computed at once; results do not depend on it, apart from rounding.
 
     Raises:
-      UserError: a number is out of range.
+      UserError: a number is below 1, or `value_heads` is not a multiple of `key_heads`.
     """
 
     key_heads: int
@@ -167,8 +167,8 @@ class Rows(NamedTuple):
     Attributes:
       query, key, value: [B, T, N, K] and [B, T, N, G, V].
       strength, log_decay: beta, and g, which is at most 0; [B, T, N, G].
-      groups: [B, T], number of the segment in its row; the memory does not pass from one to the next. Group 0 continues
-        the memory before the row.
+      groups: [B, T], number of the segment in its row, from 0; the memory does not pass from one to the next. Group 0
+        continues the memory before the row.
     """
 
     query: jax.Array

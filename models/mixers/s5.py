@@ -45,9 +45,8 @@ class S5(Part):
       states: 2 P, an even number, the size of the real state; a layer keeps one of each conjugate pair.
       min_dt, max_dt: range, 0 < min_dt <= max_dt, of the initial step sizes, which are spaced in equal ratios. The
         slowest states remember about 2 / min_dt positions, the fastest 2 / max_dt.
-      blocks: number of HiPPO matrices of size states / blocks whose eigenvalues are the initial frequencies; a divisor
-        of states / 2. More blocks lower the frequencies, which blurs the time of an input but keeps distant
-        inputs.
+      blocks: number of HiPPO matrices of size states / blocks, from whose eigenvalues lambda starts; a divisor of
+        states / 2. More blocks lower the frequencies, the imaginary parts of lambda.
       activation: activation of the output; see `models.derivatives.ACTIVATIONS`; None: linear.
       chunk: positions computed by one parallel prefix; for the backward pass only one state per chunk is saved.
 

@@ -1,4 +1,4 @@
-"""A small recursive model, its optimizer and batches, with which strategies are compared with one device.
+"""A small recursive model, its optimizer and its batches, on which strategies are compared with one device.
 
 In the batches puzzles recur, and some labels are excluded from the loss.
 """
@@ -41,12 +41,12 @@ class _HasPuzzles(Protocol):
 
 
 def is_for(model: Model) -> bool:
-    """Returns whether a model has a puzzle table, and so needs batches of puzzles."""
+    """Returns whether a model has `num_puzzles`, and so needs batches of puzzles."""
     return can(model, _HasPuzzles)
 
 
 def batches_for(model: trm.TRM, *, steps: int, rows: int) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields `steps` batches of `rows` puzzles, which recur."""
+    """Yields `steps` batches of `rows` random puzzles, whose ids recur."""
     rng = np.random.default_rng(0)
     for _ in range(steps):
         labels = rng.integers(1, model.vocab_size, (rows, LENGTH), dtype=np.int32)

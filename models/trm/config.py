@@ -23,16 +23,17 @@ class Config:
       embed_dim, num_heads, num_layers: sizes of the network; num_heads is used by attention only, whose heads must
         have an even size.
       expansion: a feed-forward layer has expansion * 2/3 hidden units per input, rounded up to a multiple of 256.
-      mixer: how positions are mixed: "attention", or "mlp": a feed-forward layer over positions (5M parameters for a
-        Sudoku; its weights depend on S).
-      positions: how cells know their position: "rope", "learned", "none"; "auto": rope for attention, none for the mlp.
+      mixer: how positions are mixed: "attention", or "mlp": a feed-forward layer over positions, whose shapes depend on
+        the number of cells.
+      positions: how cells know their position: "rope", "learned" or "none"; "auto": "rope" for attention, else "none".
       h_cycles, l_cycles: outer and inner cycles of the recursion.
       latents, gradient, remat, unroll: see `models.trm.net.Recursion`.
-      num_puzzles: rows of the puzzle table; stored rounded up to a multiple of `puzzle_multiple`.
-      puzzle_dim: width of a puzzle's embedding, at most prefix_length x embed_dim; None: embed_dim; 0: no table, with
-        prefix_length 0.
-      prefix_length: P, number of positions before the cells; they contain the puzzle's embedding, padded with zeros.
-      halt_bias: initial bias of both logits of the halting head; its matrix starts at zero.
+      num_puzzles: rows of the puzzle table, which has an embedding for each puzzle id; stored rounded up to a multiple
+        of `puzzle_multiple`.
+      puzzle_dim: width of a puzzle's embedding, at most prefix_length x embed_dim; None: embed_dim; 0: no table, and
+        prefix_length must be 0, too.
+      prefix_length: number of positions before the cells; they contain the puzzle's embedding, padded with zeros.
+      halt_bias: initial bias of both logits of the halting head, whose matrix starts at zero.
       halt_max_steps: maximum number of steps for a puzzle, and the number of steps in evaluation.
       exploration: probability, from 0 to 1, in each training step, that a row may not halt before a minimum number of
         steps, drawn from 2 to halt_max_steps; a number, or a schedule (`models.trm.schedules.Linear`).
@@ -133,12 +134,12 @@ class Config:
 
     @property
     def puzzle_width(self) -> int:
-        """The width of a puzzle's embedding; 0 without a puzzle table."""
+        """The width of a puzzle's embedding; 0: there is no puzzle table."""
         return self.embed_dim if self.puzzle_dim is None else self.puzzle_dim
 
     @property
     def stored_vocab_size(self) -> int:
-        """V: the vocabulary rounded up to `vocab_multiple`."""
+        """The size of the vocabulary, rounded up to a multiple of `vocab_multiple`."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     @property

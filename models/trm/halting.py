@@ -7,8 +7,8 @@ initial states. The next batch's puzzles in rows that have not halted are not us
     where halted:  states <- initial, steps <- 0, data <- incoming
     recursion;  steps += 1;  halted <- steps = max, or (q_halt > 0 and steps >= m)
 
-m is drawn for each row and step: with the exploration probability uniformly from 2 to max, else 0. Random bits are
-keyed by global row.
+max is `halt_max_steps`. m is drawn for each row and step: with the exploration probability uniformly from 2 to max,
+else 0. Random bits are keyed by global row.
 B batch, T positions with prefix, S positions of a puzzle, D embed, V vocab as stored.
 """
 
@@ -32,7 +32,7 @@ class Carry(NamedTuple):
     Attributes:
       states: answer and latents, each [B, T, D].
       steps: [B], int32, steps done on the current puzzle.
-      halted: [B], bool.
+      halted: [B], bool: whether the row takes a new puzzle next.
       data: the current puzzles: inputs, labels [B, S] and puzzle_ids [B], int32.
       trained: [], int32, training steps done, for `models.trm.schedules`.
     """
@@ -49,7 +49,7 @@ class Outputs(NamedTuple):
 
     Attributes:
       logits: [B, S, V].
-      q_halt, q_continue: logits of the halting head, [B], float32; the loss has no term with `q_continue`.
+      q_halt, q_continue: logits of the halting head, [B], float32; the loss does not use `q_continue`.
     """
 
     logits: jax.Array
@@ -58,7 +58,7 @@ class Outputs(NamedTuple):
 
 
 def all_halted(batch: Batch, states: States) -> Carry:
-    """Returns a carry in which every row takes a new puzzle next; `states` are placeholders."""
+    """Returns a carry in which every row takes a new puzzle next; `states` are placeholders that are never read."""
     rows = batch["inputs"].shape[0]
     data = {name: jnp.zeros_like(batch[name]) for name in DATA}
     return Carry(states, jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), bool), data, jnp.zeros((), jnp.int32))
@@ -117,10 +117,10 @@ class Scores(NamedTuple):
     """Losses, float32, and correctness of each row, [B].
 
     Attributes:
-      token_loss: mean loss over the row's labeled positions.
+      token_loss: mean loss over the row's labeled positions; 0 if there are none.
       halt_loss: binary cross-entropy of q_halt with target `right`.
-      accuracy: fraction of labeled positions that are right.
-      right: whether all labeled positions are right.
+      accuracy: fraction of labeled positions that are right; 0 if there are none.
+      right: whether all labeled positions are right; true if there are none.
       labeled: whether the row has a labeled position.
     """
 
@@ -169,7 +169,7 @@ def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array
       scores: scores of the rows.
       q_halt, steps: as in `halts`.
       rows: [B], bool: rows included in the losses.
-      counted: [B], bool: rows included in the other metrics.
+      counted: [B], bool: rows included in the other metrics; "halted" is their number divided by that of `rows`.
     """
     weight, count = jnp.sum(rows, dtype=jnp.float32), jnp.sum(counted, dtype=jnp.float32)
 

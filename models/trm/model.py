@@ -1,7 +1,9 @@
 """The Tiny Recursive Model: completes a grid of tokens.
 
     x = sqrt(D) [puzzle embedding, 0 … 0 | E[inputs]]     the prefix, then the cells
-    y, z = recursion(y, z, x);   logits = y U, prefix dropped;   q_halt, q_continue = y[0] W + b
+    y, z = recursion(y, z, x);   logits = y U without the prefix;   q_halt, q_continue = y[0] W + b
+
+y is the answer, z the latent states, E the embedding, U the output matrix, and W and b are those of the halting head.
 
 One training step is one round of recursion on a carry that persists between steps (`models.trm.halting`). Jolicoeur-
 Martineau 2025, "Less is more: recursive reasoning with tiny networks". Details that the paper does not specify follow
@@ -58,8 +60,8 @@ class TRM(Config):
     ) -> tuple[Carry, LossOutput]:
         """Runs one supervised step; returns the next carry and the loss, summed over all B rows.
 
-        Accuracies and `steps` are over the labeled rows that halted, other metrics over all rows. `extras` contains the
-        rows of the puzzle table, if there is one, that the step read. Evaluation calls `evaluate` instead.
+        Accuracies and `steps` are over the rows with labels that halted, other metrics over all rows. If there is a
+        puzzle table, `extras` names the rows of it that the step read. Evaluation calls `evaluate` instead.
         """
         del is_training
         w = self._cast(params, batch)
@@ -79,7 +81,7 @@ class TRM(Config):
         return carry, out._replace(extras=extras)
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Runs `halt_max_steps` steps from the initial states; sums the last step's results over labeled rows.
+        """Runs `halt_max_steps` steps from the initial states; sums the last step's results over the rows with labels.
 
         Metrics include the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the rows' answers:
         `inputs` and `predicted` [B, S], `puzzle_ids` [B], int32, and the logit `q_halt` [B].
@@ -144,7 +146,10 @@ class TRM(Config):
         return self.flops_per_row(length) / length
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Returns the FLOPs of `steps` training steps with `rows` rows of `length` cells, without skipped cycles."""
+        """Returns the FLOPs of `steps` training steps with `rows` rows of `length` cells.
+
+        The cycles that a curriculum skips before the last outer cycle are not counted.
+        """
         if self.curriculum is None:
             return self.flops_per_row(length) * rows * steps
         stages = self.curriculum.stages(steps, h_cycles=self.h_cycles, l_cycles=self.l_cycles)
@@ -184,7 +189,7 @@ class TRM(Config):
         return hk.transform(lambda: weights.make(self, self._length(batch))).apply(params, None)
 
     def _embed(self, w: Weights, data: Mapping[str, jax.Array]) -> jax.Array:
-        """Returns the embeddings of puzzle and cells, with learned positions if any, times sqrt(D), [B, T, D]."""
+        """Returns the scaled embeddings of puzzle and cells, plus learned positions if there are any, [B, T, D]."""
         x = derivatives.embedded(w.embedding, data["inputs"], ("batch", None), self.dtype)  # [B, S, D]
         if self.prefix_length:
             assert w.puzzle_table is not None

@@ -1,7 +1,7 @@
 """The network of the Tiny Recursive Model, and the recursion over its two states.
 
 One stack of blocks, N, updates both states. Blocks normalize after the residual sum, have no scales and no biases, and
-are not causal. With x the embedded puzzle, y the answer (z_h) and z the latent (z_l):
+are not causal. x is the embedded puzzle, y the answer (z_h) and z the latent (z_l):
 
     H times:  { L times:  z <- N(z + y + x);    y <- N(y + z) }
 
@@ -56,8 +56,9 @@ class Recursion(NamedTuple):
 
     Attributes:
       h_cycles, l_cycles: outer and inner cycles.
-      latents: which states there are: "two" (z and y), "single" (y only), "many" (y, and a z for each inner step).
-      gradient: what has a gradient: "last_cycle", or "last_calls": only the last update of each state.
+      latents: which states there are: "two" (z and y), "single" (y only), "many" (y, and a z for each inner cycle).
+      gradient: what has a gradient: "last_cycle": the last outer cycle; "last_calls": only the last update of z and the
+        last one of y.
       remat: what the backward pass recomputes: "none": nothing; "dots": all but matrix products; "full": everything;
         "norms": everything but the outputs of norms; "mixing": the mixing over positions, and only the elementwise
         parts of the feed-forward layer over channels.
@@ -87,8 +88,8 @@ def run(
     Args:
       layers: weights by layer, in the compute dtype.
       states: initial states.
-      x: [B, T, D], the embedded puzzle.
-      net: applies the blocks: `net(layers, x)` returns [B, T, D].
+      x: the embedded puzzle, [B, T, D]; [T, B, D], as are the states, if `net` runs `mixing_block`.
+      net: applies the blocks: `net(layers, x)` returns an array like x.
       recursion: the structure of the recursion.
       now: numbers of outer and inner cycles at this training step, [] int32, at most those of `recursion`; None: all.
     """
@@ -120,7 +121,7 @@ def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
 def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
     """Returns `update(value)` if `is_on`, a boolean scalar, else the value; always computes the update.
 
-    Unlike with `_skip`, gradients are summed over chips only once.
+    Unlike with `_skip`, gradients are not summed over chips at every call.
     """
     return jax.tree.map(functools.partial(jnp.where, is_on), update(value), value)
 
@@ -148,7 +149,10 @@ def _cycle(
     l_now: jax.Array | None = None,
     loop: _Loop = _EARLY,
 ) -> States:
-    """Returns the states after L updates of the latent, or `l_now` if given, and one update of the answer."""
+    """Returns the states after the inner cycles and one update of the answer.
+
+    There are `l_now` inner cycles; None: as many as `recursion` has.
+    """
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
 
@@ -169,7 +173,7 @@ def _cycle(
 
 
 def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int, loop: _Loop = _EARLY) -> Any:
-    """Returns the value after `times - 1` updates (None: `most - 1`); the caller makes the last one."""
+    """Returns the value after one update less than `times` (None: than `most`); the caller makes the last one."""
 
     def body(value: Any, i: jax.Array) -> tuple[Any, None]:
         return update(value) if times is None else loop.leave_out(i < times, update, value), None

@@ -1,9 +1,9 @@
 """Operations of the blocks of the recursive network, with custom derivatives.
 
 The gradient runs through one cycle of network calls, so the values that each call saves take most of a step's memory.
-These derivatives use only values that are saved anyway: the gated unit saves its two inputs but no intermediate values,
-the norm saves its output and its scales. Values worth saving under rematerialization have checkpoint names: the outputs
-of norms, with which a backward pass recomputes only the products of a block, and the inputs of the gate.
+These derivatives save little: the gated unit its two inputs but no intermediate values, the norm its output and its
+scales. Values worth saving under rematerialization have checkpoint names: outputs and scales of norms (`NORMED`), and
+the inputs of the gate (`GATED`).
 """
 
 import functools
@@ -36,7 +36,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def rms_norm(x: jax.Array, axis: int, eps: float) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + eps) over an axis, computed in float32, without a learned scale; has x's dtype."""
+    """Returns x / sqrt(mean(x^2) + eps), with the mean over an axis, computed in float32, in the dtype of x."""
     return _normed(x, axis, eps)[0]
 
 

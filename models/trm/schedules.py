@@ -1,7 +1,7 @@
 """Schedules of the Tiny Recursive Model: exploration probability, and the number of cycles.
 
-The carry counts training steps, so a schedule is a pure function of a number that checkpoints save and that is the same
-on all chips. One program with loops of fixed length serves the whole run: nothing is recompiled when a curriculum
+The carry counts training steps: a schedule is a pure function of this number, which checkpoints save and which is the
+same on all chips. One program with loops of fixed length serves the whole run: nothing is recompiled when a curriculum
 advances.
 
 Skipped outer cycles without a gradient are branches of `lax.cond` and cost nothing. Skipped inner cycles of the last
@@ -80,7 +80,10 @@ class Curriculum:
         return grown(self.h_cycles, h_cycles), grown(self.l_cycles, l_cycles)
 
     def stages(self, steps: int, *, h_cycles: int, l_cycles: int) -> list[tuple[int, int, int]]:
-        """Returns the stages within the first `steps` steps, in order: (its steps, outer cycles, inner cycles)."""
+        """Returns (number of steps, outer cycles, inner cycles) of each stage within the first `steps` steps, in order.
+
+        A stage is a range of steps with the same cycles; `h_cycles` and `l_cycles` are the final numbers.
+        """
         h, l = (a.tolist() for a in self.at(jnp.arange(steps), h_cycles=h_cycles, l_cycles=l_cycles))  # noqa: E741
         return [(len(list(same)), *pair) for pair, same in itertools.groupby(zip(h, l, strict=True))]
 

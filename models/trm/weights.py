@@ -25,7 +25,10 @@ _TRUNCATED_STDDEV = 0.87962566103423978  # of a standard normal distribution tru
 
 
 class Weights(NamedTuple):
-    """The parameters, cast for computation; D embed, V vocab as stored, T positions, N puzzles as stored."""
+    """The parameters, cast for computation but for the tables.
+
+    D embed, V vocab as stored, T positions with prefix, N puzzles as stored.
+    """
 
     embedding: jax.Array  # [V, D], float32: cast after the lookup
     unembedding: jax.Array  # [D, V]
@@ -38,7 +41,7 @@ class Weights(NamedTuple):
 
 
 def make(model: Config, length: int) -> Weights:
-    """Creates or reads the parameters; call it inside `hk.transform`. `length` is T."""
+    """Creates or reads the parameters; call it inside `hk.transform`. `length` is T, the positions with the prefix."""
     d, v, dtype = model.embed_dim, model.stored_vocab_size, model.dtype
     rows, columns = (_entries(model, axis=axis) for axis in (0, 1))
     bias = hk.initializers.Constant(model.halt_bias)
@@ -60,7 +63,7 @@ def truncated_normal(fan_in: int) -> hk.initializers.TruncatedNormal:
 
 
 def _entries(model: Config, *, axis: int):
-    """Returns an initializer of an array with the vocabulary along `axis`; entries of its padding are zero."""
+    """Returns an initializer of a matrix with the vocabulary along `axis`, 0 or 1; entries of its padding are zero."""
 
     def init(shape, dtype) -> jax.Array:
         exists = jnp.arange(shape[axis]) < model.vocab_size
@@ -71,7 +74,7 @@ def _entries(model: Config, *, axis: int):
 
 
 def _starts(model: Config) -> States:
-    """Returns the initial states of every puzzle, which are not trained."""
+    """Returns the initial states, which all puzzles share and which are not trained."""
     d, count, dtype = model.embed_dim, model.num_latents, model.dtype
     fixed = functools.partial(logical.param, init=truncated_normal(1), trainable=False, compute_dtype=dtype)
     z_h = fixed("h_init", (d,), ("embed",))

@@ -6,7 +6,7 @@ layer.py       the parameters and projections around the inner loop
 mixer.py       the layer as the mixer of a decoder's layers
 adapter.py     a frozen decoder with one such layer after its final norm, read in chunks: `AdaptedDecoder`
 gates.py       rules that decide, chunk by chunk, whether the layer is used
-evaluation.py  compares gates: scores, and their intervals by the bootstrap
+evaluation.py  compares gates on the chunks of an evaluation
 """
 
 from models.ttt.config import TTTConfig

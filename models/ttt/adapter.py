@@ -2,11 +2,10 @@
 
     h = base(chunk);    SKIP: logits = h E';    UPDATE: logits = (h + TTT(RMSNorm(h))) E'
 
-Positions of the base start again in every chunk. The output matrix of the layer starts at zero, so that UPDATE equals
-SKIP before training. Only the layer and the norm before it are trained; the base has no gradient, and no activations
-are saved for one. The loss is the cross-entropy plus a share of the inner models' reconstruction losses.
-
-The projections of the layer map from the width of the base to its own heads and back, whatever their widths are.
+E' is the output matrix of the base, whose positions start again in every chunk. The output matrix of the layer starts
+at zero, so that UPDATE equals SKIP before training. Only the layer, its learning rates and the norm before it are
+trained; the base has no gradient, and no activations are saved for one. The loss is the cross-entropy plus a share of
+the inner models' reconstruction losses.
 
 As in the paper, a decision reads signals of its whole chunk and applies to all tokens of the chunk: in that sense a
 gated model is causal only from chunk to chunk.
@@ -49,7 +48,7 @@ _NORM_EPS = 1e-6
 
 
 class Adapter(NamedTuple):
-    """The trained parameters of an adapted decoder: norm [D], factor of learning rates [] or None, and the layer's."""
+    """The trained parameters of an adapted decoder; `scale` is None without `AdaptedDecoder.gating_scale`."""
 
     norm: jax.Array  # [D], scale of the norm before the layer
     scale: jax.Array | None  # [], learned factor of the learning rates
@@ -72,7 +71,7 @@ class Chunks(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The positions of chunks whose cross-entropy is computed: x [R, P, D], targets and weights [R, P]."""
+    """The P positions of each chunk whose cross-entropy is computed: x [R, P, D], targets and weights [R, P]."""
 
     x: jax.Array
     targets: jax.Array
@@ -114,10 +113,11 @@ class AdaptedDecoder:
       carry: "none": every chunk starts from the learned initial weights; "document": weights are carried from chunk to
         chunk of a row, and start again with every segment.
       gate: decides in training which chunks use the layer; its state is the model's carry.
-      per_batch: whether all chunks at one place in the rows of a batch share one decision.
+      per_batch: whether chunks share one decision: all those of a batch, or with `carry` = "document" those at the same
+        place in their rows.
       gating_scale: whether the learning rates of the inner models have a learned factor, which starts at 1.
-      loss_positions: number of positions of each chunk (1 to C, drawn anew in every step) whose cross-entropy
-        is computed in training; None: all. The logits of a large vocabulary are most of the work of a step.
+      loss_positions: number of positions of each chunk, from 1 to C, whose cross-entropy is computed in training; they
+        are drawn anew in every step. None: all. The logits of a large vocabulary can be most of the work of a step.
       reconstruction_weight: weight, at least 0, of the reconstruction losses in the loss.
       base_dtype: dtype in which the base is stored, "bfloat16" or "float32".
 
@@ -164,7 +164,7 @@ class AdaptedDecoder:
             raise UserError("AdaptedDecoder.base: a decoder with adapters or experts of its own cannot be adapted")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters; those of the base are frozen."""
+        """Returns initial parameters; those of the base are frozen, in `base_dtype`."""
         text = {name: value for name, value in batch.items() if name != HIDDEN}
         base = self.base.init(rng, text)
         names = parameters.names(base)
@@ -182,7 +182,7 @@ class AdaptedDecoder:
         """Returns the gate's next state, and the loss under its decisions, summed over supervised positions.
 
         The loss is cross-entropy plus the weighted reconstruction loss of chunks with UPDATE. In training, only
-        `loss_positions` positions of each chunk count.
+        `loss_positions` positions of each chunk count, unless it is None.
 
         Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
         """
@@ -208,9 +208,9 @@ class AdaptedDecoder:
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Returns the cross-entropy with UPDATE in all chunks, and that with SKIP as the metric `loss_skip`.
 
-        Extras are, for every chunk [B, n]: `loss_skip` and `loss_update`, the sums over the `tokens` supervised
-        positions, and the reconstruction losses `initial`, `step_0` and `step_1`; and the batch's `documents`, if it
-        has them. With `carry = "document"` the weights are updated by every chunk.
+        Extras are, for every chunk [B, n], `tokens`, the number of supervised positions; `loss_skip` and `loss_update`,
+        the cross-entropy summed over them; and the reconstruction losses `initial`, `step_0` and `step_1`. They include
+        the batch's `documents`, if it has them. With `carry = "document"`, every chunk updates the weights.
 
         Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
         """
@@ -241,7 +241,7 @@ class AdaptedDecoder:
         return LossOutput(update, weight, {"loss_skip": WeightedSum(skip, weight), **means}, answers)
 
     def decided(self, params: Params, state: Any, rng: jax.Array, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        """Reads chunks as the gate decides, and computes only their losses: to measure the cost of a gate.
+        """Reads chunks as the gate decides, and computes their losses without metrics, to measure the cost of a gate.
 
         Args:
           params: the parameters.
@@ -285,17 +285,17 @@ class AdaptedDecoder:
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """The path patterns of the parameters that the base lacks."""
+        """A shell wildcard over the paths of the parameters that the base lacks."""
         return (f"{_NAME}/*",)
 
     @property
     def vocab_size(self) -> int:
-        """The number of entries of the vocabulary."""
+        """The size of the vocabulary."""
         return self.base.vocab_size
 
     @property
     def stored_vocab_size(self) -> int:
-        """V: the vocabulary as stored."""
+        """The number of entries of the vocabulary as stored, with padding."""
         return self.base.stored_vocab_size
 
     def settings(self) -> dict[str, Any]:
@@ -312,7 +312,10 @@ class AdaptedDecoder:
         return self.base.flops_per_token(self.chunk) / 3
 
     def flops_per_token(self, length: int) -> float:
-        """Returns the training FLOPs per token: the base forward, its output matrix and the layer also backward."""
+        """Returns the training FLOPs per token, as if every chunk were an UPDATE and all positions had a loss.
+
+        They are those of the base forward, of its output matrix and the layer also backward.
+        """
         del length
         return self.base_flops() + 2.0 * self.base.embed_dim * self.stored_vocab_size + 3 * self.layer_flops()
 
@@ -382,7 +385,7 @@ class AdaptedDecoder:
     ) -> tuple[Any, Any, Read, jax.Array]:
         """Returns the next states of gate and layer, the layer's output and signals, and the decisions [R].
 
-        If no chunk is an UPDATE, the layer is not run, unless the gate reads its signals.
+        If no chunk is an UPDATE, the layer is not run, unless the gate is `UPDATE` or reads the layer's signals.
         """
         tokens = jnp.sum(chunks.weights, axis=1)
         rows = functools.partial(gates.decide_rows, self.gate, per_batch=self.per_batch)
@@ -480,14 +483,14 @@ def adapted(
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AdaptedDecoder:
-    """Returns a decoder with an adapter of about its own width.
+    """Returns a decoder with an adapter, which by default is about as wide as the decoder.
 
     Args:
       base: the decoder, such as `@pretrained.model()`.
       inner: "linear" or "mlp".
       head_dim: width of a head.
-      num_heads: number of heads; default: as many as fit in the width of the decoder.
-      base_rate: learning rate of the inner model; default: 1 for "linear", 0.1 for "mlp", as published.
+      num_heads: number of heads; None: as many as fit in the width of the decoder, at least 1.
+      base_rate: learning rate of the inner model; None: 1 for "linear", 0.1 for "mlp", as published.
       settings: further fields of `TTTConfig`, by name.
       **options: further fields of `AdaptedDecoder`.
 

@@ -1,11 +1,12 @@
 """Compares gates on the chunks of an evaluation: losses, budgets, and intervals of their differences.
 
 An evaluation saves each chunk's losses with SKIP and UPDATE and the signals that gates read; the result of a gate
-follows from them without running the model again. Intervals are by the bootstrap over documents, because chunks of one
+follows from them without running the model again. With `carry = "document"`, weights are those of an adapter that every
+chunk has updated, whatever the gate decides. Intervals are by the bootstrap over documents, because chunks of one
 document are alike.
 
     advantage = loss of SKIP - loss of UPDATE
-    recovery = (SKIP - gate) / (SKIP - oracle with the same budget)
+    recovery = (SKIP - gate) / (SKIP - oracle)          losses; the oracle has as many updates as the gate
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Chunks(NamedTuple):
 
     @property
     def advantage(self) -> np.ndarray:
-        """How much less a token loses with UPDATE than with SKIP, on average over each chunk, in nats."""
+        """The mean loss per token with SKIP minus that with UPDATE, of each chunk, in nats."""
         return (self.loss_skip - self.loss_update) / self.tokens
 
 
@@ -79,7 +80,7 @@ class Decided(NamedTuple):
 
     Attributes:
       updates: [chunks], bool: whether the chunk is an UPDATE.
-      thresholds: [chunks], float, the gate's threshold at each chunk; None if it has none.
+      thresholds: [chunks], float, the threshold of a `gates.Reconstruction` after each chunk; None for other gates.
     """
 
     updates: np.ndarray
@@ -87,7 +88,10 @@ class Decided(NamedTuple):
 
 
 def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
-    """Returns the decisions of a gate about all chunks, taken in order; `seed` is that of its random draws."""
+    """Returns the decisions of a gate about all chunks; `seed` is that of its random draws.
+
+    The gate is a `gates.Gate`, which decides in the order of the chunks, or has `decide_all`, as `gates.Oracle` does.
+    """
     if hasattr(gate, "decide_all"):
         return Decided(gate.decide_all(chunks.signals, chunks.advantage), None)
     key = jax.random.key(seed)
@@ -106,10 +110,11 @@ def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
 
 
 def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
-    """Returns the scores of decisions [chunks], by name.
+    """Returns the scores of the decisions `updates`, [chunks] bool, by name.
 
-    They are loss, perplexity, gain (loss of SKIP - loss), update rate, recovery (NaN if no oracle gains anything),
-    agreement with the oracle, and mean cost.
+    They are the mean loss per token in nats, perplexity, gain (loss of SKIP - loss), update rate, recovery (NaN if the
+    oracle gains nothing), agreement (the share of chunks about which the oracle decides alike), and the mean cost of a
+    chunk. The oracle has as many updates.
     """
     total = np.sum(chunks.tokens)
     rate = float(np.mean(updates))
@@ -138,15 +143,15 @@ def correlation(signal: np.ndarray, advantage: np.ndarray) -> float:
 def interval(
     chunks: Chunks, ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[float, float, float]:
-    """Returns how much less a token loses with `ours` than with `theirs`, and the bounds of the 95% interval.
+    """Returns the mean loss per token of `theirs` minus that of `ours`, and the bounds of its 95% interval.
 
-    Documents are drawn with replacement.
+    The interval is by the bootstrap: documents are drawn with replacement.
 
     Args:
       chunks: the chunks.
       ours, theirs: [chunks], summed losses of each chunk.
       seed: seed of the draws.
-      resamples: number of draws.
+      resamples: number of draws, each of as many documents as there are.
     """
     _, places = np.unique(chunks.document, return_inverse=True)
     count = int(places.max()) + 1

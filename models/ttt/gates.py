@@ -6,7 +6,7 @@ that decisions depend neither on hosts nor on the strategy. The state is part of
 
     state, decisions = gates.decide_rows(gate, state, signals, real, key)
 
-`Oracle` and `Improvement` are for evaluation only: they rank all its chunks, also those that come later.
+`Oracle` and `Improvement` are for evaluation only: they decide with all of its chunks in view, also later ones.
 
 "When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026; signals and the rule of
 `Reconstruction` follow its code.
@@ -31,7 +31,7 @@ class Signals(NamedTuple):
     """The signals from which a gate decides about a chunk; [] for one chunk, [B] for the rows of a batch.
 
     Attributes:
-      loss: mean cross-entropy of the base alone.
+      loss: mean cross-entropy of the base alone, in nats.
       initial, step_0, step_1: mean reconstruction losses of the inner models, with the weights before the chunk, with
         those before each mini-batch, and with those after it.
     """
@@ -107,7 +107,7 @@ class LossThreshold(Gate):
       threshold: mean cross-entropy per supervised token, in nats.
 
     Raises:
-      UserError: the threshold is not a number.
+      UserError: the threshold is not a finite number.
     """
 
     threshold: float = 2.0
@@ -129,7 +129,7 @@ class Average(Gate):
     """Decides UPDATE if a signal is above its exponential average; the first chunk sets the average, and is an UPDATE.
 
     Attributes:
-      signal: "loss" or "reconstruction".
+      signal: "loss", or "reconstruction" for `Signals.step_0`.
       decay: weight of the past in the average, from 0 to 1.
 
     Raises:
@@ -162,10 +162,11 @@ class Average(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class Reconstruction(Gate):
-    """Decides UPDATE if the reconstruction loss is above a threshold that adapts to a budget: the gate of the paper.
+    """Decides UPDATE if `Signals.step_0` is above a threshold theta that adapts to a budget: the gate of the paper.
 
     The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves about the
-    share rho = (budget - 1) / 2 above it. From the last chunk of the calibration on, after every decision u,
+    share rho = (budget - 1) / 2 above it. From the last chunk of the calibration on, each decision u, 1 for UPDATE and
+    0 for SKIP, changes the threshold and the rate r of updates, which begins at rho:
 
         r <- (1 - alpha) r + alpha u;    theta <- max(least, theta + (r - rho) alpha max(floor, |theta|))
 
@@ -199,9 +200,9 @@ class Reconstruction(Gate):
         return (self.budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
 
     def init(self) -> State:
-        """Returns the state with an empty calibration.
+        """Returns the state before the first chunk.
 
-        The signals that it will keep are separate scalars: an array in a carry would be taken for one with a row axis.
+        The signals of the calibration are separate scalars: an array in a carry would be taken for one with a row axis.
         """
         zero = jnp.zeros(())
         return {
@@ -240,8 +241,9 @@ def decide_rows(
       gate: the gate.
       state: the gate's state before the first row.
       signals: signals of the chunks, [B] each.
-      real: [B], bool, whether the row has tokens; others are skipped, and leave the state as it is.
-      key: the key of the batch; each row has its own.
+      real: [B], bool, whether the row's chunk counts; the others are SKIP. Unless `per_batch`, they leave the state as
+        it is.
+      key: the key of the batch, from which rows get keys of their own unless `per_batch`.
       per_batch: whether all rows get one decision, from the mean signals of the real ones.
 
     Returns:
@@ -280,14 +282,17 @@ class Oracle:
             check_number(self.rate, where="gates.Oracle.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
-        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool; the signals are not used."""
+        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool; the signals are not used.
+
+        `advantage` [chunks] is the loss with SKIP minus that with UPDATE.
+        """
         del signals
         return advantage > 0 if self.rate is None else _top(advantage, self.rate)
 
 
 @dataclasses.dataclass(frozen=True)
 class Improvement:
-    """Decides UPDATE for the share of all chunks whose inner models improve most by a step.
+    """Decides UPDATE for the share of all chunks with the largest fall from `Signals.step_0` to `Signals.step_1`.
 
     Attributes:
       rate: the share of chunks, from 0 to 1.
@@ -319,7 +324,8 @@ def named(name: str, *, budget: float = 2.0) -> Any:
 
     Args:
       name: such as "skip", "random" or "oracle".
-      budget: the mean cost of a chunk, from 1 (every chunk SKIP) to 3 (every chunk UPDATE), for gates that have one.
+      budget: the mean cost of a chunk, from 1 (every chunk SKIP) to 3 (every chunk UPDATE), for the gates "random",
+        "reconstruction", "oracle" and "improvement"; the others do not read it.
 
     Raises:
       UserError: the name is unknown, or the budget is outside 1 to 3.

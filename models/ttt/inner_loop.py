@@ -1,16 +1,21 @@
 """The inner loop of test-time training: every head of every row has a small model that learns from the row's tokens.
 
 The inner model f learns to map the key of a token to its value minus its key. Gradients of a mini-batch are taken
-at the weights before it, so that they can be computed together; token t reads the weights after the first t of them:
+at the weights before it, so that they can be computed together. Token t reads weights W_t that have learned from the
+tokens of the mini-batch up to t:
 
     g_s = d/df 1/2 |LN(f(k_s; W_0)) - (v_s - k_s)|^2         for all tokens s of the mini-batch
     W_t = W_0 - a_t sum_{s <= t} rate_s d f/dW (k_s)' g_s
     o_t = q_t + LN(f(q_t; W_t))
 
 The weights after the last token begin the next mini-batch. `mini_batch` computes this in matrix products, without the
-weights of single tokens (the dual form); `token` computes one token, for generation. With eta_ts = a_t rate_s, s <= t:
+weights of single tokens (the dual form); `token` computes one token, for generation. With eta_ts = a_t rate_s for
+s <= t, else 0, each layer of the inner model has the outputs Z for queries:
 
-    Z = X W_0 + c_0 - (eta o (X X_k') + eta) G               of each layer; X inputs for queries, X_k for keys
+    Z = X W_0 + c_0 - (eta o (X X_k') + eta) G
+
+X are the layer's inputs for queries, X_k those for keys, G the gradients of its outputs for keys; W_0 and c_0 are its
+weight and bias before the mini-batch, and o multiplies elements.
 
 Sun et al. 2024, "Learning to (Learn at Test Time): RNNs with Expressive Hidden States", sections 2.4 and 2.5.
 
@@ -125,7 +130,7 @@ def _output_gradient(z: jax.Array, target: jax.Array, norm: Norm) -> jax.Array:
 
 
 def _applied(layer: Linear, x: jax.Array) -> jax.Array:
-    """Returns layer(x), [B, H, b, out], for x [B, H, b, in]; the layer's weights are of rows, or initial ones."""
+    """Returns layer(x), [B, H, b, out], for x [B, H, b, in]; the weights of the layer may lack the dimension B."""
     return x @ layer.weight + layer.bias[..., None, :]
 
 
@@ -133,9 +138,10 @@ Apply = Callable[[Callable[[Linear, jax.Array], jax.Array], int, jax.Array], jax
 
 
 def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tuple[Apply, jax.Array | None]:
-    """Returns how to apply layers with the weights of each token's segment, and which tokens are in a new one.
+    """Returns a function that applies layers with the weights of each token's segment, and which segments are new.
 
-    The second is [B, b] bool: whether the segment began after `memory`; None if every row is one segment.
+    The latter is [B, b] bool: whether the segment of the token is another than that of `memory`; None if every row is
+    one segment.
     """
     if segment is None or memory.segment is None:
         return lambda fn, n, x: fn(memory.fast[n], x), None
@@ -195,13 +201,13 @@ def mini_batch(
       config: the settings.
       learned: the learned constants.
       first: the memory before the first mini-batch, for the first of the errors.
-      memory: the memory before this mini-batch, without sums.
+      memory: the memory before this mini-batch, whose sums are 0.
       tokens: its tokens, b or, at the end of a row, fewer.
-      ends: whether the mini-batch is complete; otherwise its sums are kept.
+      ends: whether the mini-batch is complete; otherwise the returned memory has its sums, and the weights before it.
 
     Returns:
-      The memory after it; the outputs o [B, H, b, K], and the mean square errors of the last token with the weights
-      before the first mini-batch, before this one, and after it, [B, H, 3].
+      The memory after it; the outputs o [B, H, b, K], and the mean square errors [B, H, 3] of the last token, as
+      described in `models.ttt.layer.Outcome`.
     """
     if config.resets:
         memory = memory._replace(fast=start(learned, tokens.key.shape[0], segments=False).fast)
@@ -250,12 +256,12 @@ def _errors_of_last(tokens: Tokens, norm: Norm, *weights: Fast) -> jax.Array:
 def token(
     config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens, place: jax.Array
 ) -> tuple[Memory, jax.Array]:
-    """Runs one token of rows with one segment each; token by token, this gives the result of `mini_batch`.
+    """Runs one token of each row; token by token, this gives the result of `mini_batch`, up to rounding.
 
     Args:
       config: the settings.
       learned: the learned constants.
-      memory: the memory before the token.
+      memory: the memory before the token; every row is one segment.
       tokens: [B, H, 1, ...], without segments.
       place: [B], int32, the token's place in its mini-batch, from 0.
 
@@ -285,7 +291,7 @@ def run(config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens) -> 
       config: the settings.
       learned: the learned constants.
       memory: the memory before the first token, which must begin a mini-batch.
-      tokens: [B, H, T, ...] and segments [B, T].
+      tokens: [B, H, T, ...] and segments [B, T], or None.
 
     Returns:
       The memory after the last token; outputs [B, H, T, K] and mean square errors [B, H, N, 3] (see `mini_batch`); an

@@ -4,8 +4,9 @@
     a_t = max(0, tau_t + 1 / (t + 1)),    rate_s = base_rate sigmoid(x_s w_h + b_h) / K
     y = (gelu(x W_g) * LN(inner loop(q, k, v))) W_o
 
-The convolutions are causal, one kernel for each channel. The rotary embedding uses the place t of a token in its
-mini-batch. Sun et al. 2024, section 2.7 and appendix A; the published code shares the projection of queries and keys.
+These are the formulas of the variant "published". t, from 0, is the place of a token in its mini-batch; the rotary
+embedding uses it, too. The convolutions are causal, with one kernel for each channel. Sun et al. 2024, section 2.7 and
+appendix A; as in the published code, queries and keys share a projection.
 
 B rows, T positions, D embed, H heads, K head_dim, b tokens of a mini-batch, w width of the convolutions.
 """
@@ -52,9 +53,11 @@ class State(NamedTuple):
 
     Attributes:
       memory: memory of the inner loop.
-      recent: [B, reach, H, K], projections of the tokens that convolutions of later ones read.
-      recent_segment: [B, reach], int32, their segments, -1 before the first one; None if every row is one segment.
-      place: [B], int32, place of the next token in its mini-batch.
+      recent: [B, reach, H, K], projections q' of the last tokens, which the convolutions of later tokens read; `reach`
+        is `TTTConfig.conv_reach`.
+      recent_segment: [B, reach], int32, the segments of these tokens, -1 before the first token of the row; None if
+        every row is one segment.
+      place: [B], int32, the place of the next token in its mini-batch, from 0.
     """
 
     memory: Memory
@@ -69,8 +72,9 @@ class Outcome(NamedTuple):
     Attributes:
       output: [B, T, D].
       state: the state after the last token.
-      errors: [B, H, N, 3], float32: mean square errors of the inner model at the last token of each mini-batch, with
-        the weights before the first mini-batch of the call, before this one, and after it.
+      errors: [B, H, N, 3]: mean square errors of the inner model at the last token of each mini-batch, with the weights
+        before the first mini-batch of the call, before this one, and after it. If the token's segment begins after
+        such a point, its initial weights count instead.
     """
 
     output: jax.Array
@@ -142,7 +146,7 @@ def empty(config: TTTConfig, weights: Weights, rows: int, *, segments: bool = Fa
       config: the settings.
       weights: the parameters.
       rows: number of rows.
-      segments: whether rows may have several segments, so that the state keeps those of tokens.
+      segments: whether rows may have several segments; the state then keeps the segments of recent tokens.
     """
     h, k = weights.norm_scale.shape
     wide = _wide(weights.query.dtype)
@@ -167,7 +171,8 @@ def run(
       config: the settings.
       weights: the parameters.
       x: [B, T, D].
-      segments: [B, T], int32, not negative; None if every row is one segment.
+      segments: [B, T], int32, not negative; None if every row is one segment. A given `state` must have segments if and
+        only if these are given.
       state: the state after earlier tokens, whose number must be a multiple of b; None: rows begin here.
       rate_scale: [B], a further factor of the learning rates; None: 1.
     """

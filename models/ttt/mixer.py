@@ -1,7 +1,7 @@
 """A layer with test-time training as the mixer of a decoder's layers (TTT-LM).
 
-In generation the state of a row is the weights of its inner models, the gradient sums of the current mini-batch, and
-the tokens that the convolutions still read: its size does not depend on the number of positions.
+In generation the state of a row does not grow with the number of positions. It contains the weights of the row's inner
+models, the gradient sums of the current mini-batch, and the projections of tokens that the convolutions still read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_BEGUN = -1  # place of a row whose state does not have the initial weights 
 
 
 class _Weights(hk.Module):
-    """The layer's parameters, in a Haiku module of their own because other mixers have parameters of the same names."""
+    """Makes the layer's parameters in a Haiku module of their own, because other mixers use the same names."""
 
     def __call__(self, decoder: Decoder, config: TTTConfig) -> layer.Weights:
         fan_in = 2 * decoder.num_layers * config.num_heads * config.head_dim

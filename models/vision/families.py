@@ -46,7 +46,7 @@ _CLIP_COLORS = {name.removeprefix("image_"): tuple(colors) for name, colors in C
 
 
 def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
-    """Returns the fields of `VisionTower` that a `config.json` describes; the colors are those of the family.
+    """Returns the fields of `VisionTower` that a `config.json` describes, and for CLIP its `mean` and `std`.
 
     Args:
       config: the content of the file.
@@ -95,8 +95,9 @@ def pretrained(folder: str, **changes: Any) -> VisionTower:
       **changes: fields of `VisionTower`.
 
     Raises:
-      UserError: there is no such file, it describes no supported vision model, or the changed fields do not fit
-        together.
+      UserError: the file is missing or cannot be downloaded, it describes no supported vision model, or the fields do
+        not fit together.
+      TypeError: there is no field of a name in `changes`.
     """
     found = published_files.small_files(folder)
     read = fields(families.read_config(found), where=str(found / published_files.CONFIG))
@@ -104,7 +105,7 @@ def pretrained(folder: str, **changes: Any) -> VisionTower:
 
 
 def keys(kind: str) -> frozenset[str]:
-    """Returns the keys that `fields` reads in the configuration of a kind of tower."""
+    """Returns the keys that `fields` reads in the configuration of a kind of tower, except its `model_type`."""
     return frozenset(_CLIP if kind.startswith("clip") else _SIGLIP)
 
 

@@ -60,20 +60,20 @@ class VisionLanguageModel:
       decoder: the language model.
       vision: the vision tower.
       selector: chooses patches; None: all patches.
-      vision_folder: folder of a published tower, which is read beside the decoder's folder, INIT_FROM.
+      vision_folder: folder of a published tower, read in addition to INIT_FROM, the decoder's folder; "": none.
       connector_dim: width of the hidden layer of the connector; None: one matrix.
       connector_activation: activation of its hidden layer, one of `models.derivatives.ACTIVATIONS`.
       connector_bias: whether the matrices of the connector have biases.
-      connector_square: rows and columns of patches whose features the connector joins to one vector; divides the
-        patches along the side of an image, and is 1 with a selector.
+      connector_square: rows and columns of patches whose features the connector joins to one vector; divides the number
+        of patches along the side of an image, and is 1 with a selector.
       causal: whether images and questions attend causally.
       freeze: parts that are not trained, some of `PARTS`.
       frozen_dtype: dtype in which frozen parts are stored, "bfloat16" or "float32".
-      kinds: names of the kinds of questions.
+      kinds: names of the kinds of questions, by the number in the field `kind`.
 
     Raises:
-      UserError: a part, dtype or activation is unknown; the square does not divide the side of an image, or there is a
-        selector, too; or the decoder has layers that cannot attend both ways to a prefix.
+      UserError: a part, dtype or activation is unknown; `connector_square` does not divide the patches along the side
+        of an image, or is above 1 with a selector; or the decoder has parts that cannot attend both ways to a prefix.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -132,7 +132,10 @@ class VisionLanguageModel:
         return self.selector or _ALL
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters; those of the parts in `freeze` are marked as frozen, and have `frozen_dtype`."""
+        """Returns initial parameters; those of the parts in `freeze` are frozen, in `frozen_dtype`.
+
+        If the decoder has low-rank adapters, all other parameters of the model are frozen, too.
+        """
         params = hk.transform(lambda b: self._sums(b, jnp.zeros((), jnp.int32), is_training=False)).init(rng, batch)
         if self.decoder.lora is not None:
             params = self.decoder.lora.base_frozen(params)
@@ -148,9 +151,10 @@ class VisionLanguageModel:
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Returns the next carry and the loss as sums, as `Transformer.loss`, plus that of the reader's own answers.
+        """Returns the next carry and the loss as sums, as `Transformer.loss`.
 
-        The latter is added only in training. Raises UserError if images, slots or rows do not fit the model.
+        In training, the loss of the reader's own answers is added. Raises UserError if images, slots or rows do not fit
+        the model.
         """
         step = carry["step"] if carry else jnp.zeros((), jnp.int32)
         run = hk.transform(lambda b: self._sums(b, step, is_training=is_training))
@@ -168,10 +172,12 @@ class VisionLanguageModel:
         return hk.transform(run).apply(params, rng, batch)[..., : self.decoder.vocab_size]
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Returns the sums of the loss, and how many answers are right in all their tokens, by kind of question.
+        """Returns the sums of the loss, and in how many rows all answer tokens are right, also by kind of question.
 
         `extras` has, for each row, `chosen` [B, I N], 1 for the chosen patches and 0 for others; `answers` [B, T], the
-        most likely id after each position; and `right` [B], 1 if the answer is right, else 0.
+        most likely id after each position; and `right` [B], 1 if all answer tokens of the row are right, else 0.
+
+        Raises UserError as `loss`.
         """
 
         def run(batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -224,8 +230,8 @@ class VisionLanguageModel:
     ) -> tuple[Batch, Inserted, Chosen, LossOutput | None]:
         """Runs everything before the decoder: tower, selector, connector and reader.
 
-        Returns the batch of the decoder, the vectors that take the place of its embeddings, the chosen patches, and the
-        sums of the loss of the reader's own answers, None if it gives none.
+        Returns the batch of the decoder, the vectors that take the place of embeddings in the slots, the chosen
+        patches, and the sums of the loss of the reader's own answers, None if it gives none.
         """
         images, rows = batch["images"], len(batch["inputs"])
         images = images.reshape(-1, *images.shape[-3:])  # [B I, H, W, 3]
@@ -260,11 +266,11 @@ class VisionLanguageModel:
 
     @property
     def image_tokens(self) -> int:
-        """Vectors per image before a selector drops some: one per patch, or per square that the connector joins."""
+        """Number of vectors per image before a selector drops some: one per patch, or per square that is joined."""
         return self.vision.num_patches // self.connector_square**2
 
     def image_vectors(self, params: Params, images: jax.Array) -> jax.Array:
-        """Returns the vectors that take the place of the embeddings of image tokens, [I, `image_tokens`, D].
+        """Returns the vectors of all patches or squares of images, as the decoder reads them, [I, `image_tokens`, D].
 
         Args:
           params: the parameters; those of the decoder may be absent.
@@ -353,7 +359,7 @@ class VisionLanguageModel:
         return (*self.decoder.added_parameters, *(f"{part}_*" for part in PARTS if part != "decoder"))
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings on which the model's results depend, by name."""
+        """Returns the settings of decoder, tower and connector on which the model's results depend, by name."""
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
         own = {field.name: field for field in dataclasses.fields(self) if field.name in _OF_CONNECTOR}
         changed = {name: getattr(self, name) for name, f in own.items() if getattr(self, name) != f.default}
@@ -390,7 +396,7 @@ class Placed:
     Attributes:
       slots: [B, I S, T], float32: 1 where the slot has its position.
       question: [B, I, T], float32: 1 at the positions of the question about each image.
-      image: [B, I, T], bool: whether a position belongs to the segment of an image.
+      image: [B, I, T], bool: whether a position belongs to the segment of the image.
     """
 
     slots: jax.Array
@@ -399,7 +405,7 @@ class Placed:
 
     @staticmethod
     def of(batch: Batch, slots: jax.Array) -> Placed:
-        """Returns where images are, from the positions of their patches in rows, [B, I, S], -1 for no image."""
+        """Returns where images and questions are, given the positions of patches, [B, I, S], -1 for no image."""
         segments, until = batch["segment_ids"], batch["until"]
         rows, number, size = slots.shape
         place = jnp.arange(segments.shape[1])

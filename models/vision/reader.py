@@ -3,15 +3,14 @@
     content of a block = maximum over its patches of MLP(patch);   block = content + place
     question = words, read with the state;   a = softmax(key(block) . query(question, state));   state += a value(block)
 
-A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are, so for "what is
+A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are. For "what is
 left of the circle?" the first glimpse can find the circle, and the second its neighbor. The relevance of a patch is the
 logit of its block in the last glimpse, plus a score of its own: the patch's key times a query made from the block and
-the question.
-This score picks the most telling patches within a block.
+the question. This score picks the most telling patches within a block.
 
 A choice of patches teaches little about where the others would have led. So the reader also answers the question from
-what its last glimpse saw (`Glimpsed.seen`), and the model adds that loss to its own. The decoder does
-not see the glimpses, only the chosen patches.
+what its last glimpse saw (`Glimpsed.seen`), and the model adds the loss of this answer to its own. The decoder does not
+see the glimpses, only the chosen patches.
 
 Without `points`, an earlier glimpse can find the answer, and the last one, which is the relevance, may look elsewhere.
 With `points`, each block gives an answer of its own, and the last glimpse says which block is right:
@@ -82,10 +81,9 @@ class Reader:
       glimpses: how often blocks are looked at, at least 1.
       width: W, even.
       answers: weight, at least 0, of the loss of the reader's own answers; 0: it does not answer.
-      points: whether patches are chosen where the last glimpse looks: their scores are `pointed`, and the reader's
-        answer is a mixture of answers that each come from one block and the words. The logits of the last glimpse,
-        which are the shares of the blocks, get a gradient from the reader's own answers and none from choices. Tried
-        with four blocks; a share is at most 1 / (1 + (M - 1) exp(-8)).
+      points: whether patches are chosen where the last glimpse looks. Their scores are then `pointed`, and the reader's
+        answer is a mixture of answers that each come from one block and the words. The shares of blocks in it get a
+        gradient from the reader's own answers and none from choices; a share is at most 1 / (1 + (M - 1) exp(-8)).
 
     Raises:
       UserError: a number is out of range, or `points` with `answers` = 0.
@@ -165,10 +163,10 @@ class Reader:
         return Glimpsed(self._of_patches(by_block), self._within(fine, own, across), seen, log_shares)
 
     def pointed(self, block: jax.Array, within: jax.Array) -> jax.Array:
-        """Returns log q(block) + log p(patch | block) of every patch, [B, N], with q = p(block)^3, normalized.
+        """Returns log q(block) + log p(patch | block) of every patch, [B, N]; q is p(block)^3, normalized.
 
-        The power keeps the choice within a block that is certain: otherwise the best patches of the others come before
-        its worst. Blocks get no gradient: the last glimpse learns where to look from the reader's own answers.
+        The power keeps the choice within a block that is certain; without it, the best patches of other blocks come
+        before its worst. Blocks get no gradient: the last glimpse learns where to look from the reader's own answers.
 
         Args:
           block: [B, N], the logit of each patch's block.
@@ -190,7 +188,7 @@ class Reader:
     def _of_patches(self, x: jax.Array) -> jax.Array:
         """Returns a number for each patch, [B, N], from x [B, rows of blocks, r, columns of blocks, c].
 
-        r and c are the rows and columns of patches in a block, or 1: then the number is the same for them all.
+        r and c are the rows and columns of patches in a block; or 1, if the number is the same for all of them.
         """
         rows, across, _, _, _ = x.shape
         return jnp.broadcast_to(x, (rows, across, self.block, across, self.block)).reshape(rows, -1)

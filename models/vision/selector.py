@@ -1,12 +1,13 @@
 """Selects the patches of an image that matter for a question.
 
-    score = gain * (w1 z(entropy) + w2 z(edges) + w3 z(relevance));   w = softmax(MLP(statistics of the maps, question))
+    score = gain * (w1 z(entropy) + w2 z(edges) + w3 z(relevance))
+    w = 3 softmax(MLP(statistics of the maps, question))
 
-z subtracts the mean over the patches of one image and divides by their standard deviation, so that no image depends on
-the rest of the batch. Entropy is that of a softmax over the channels of a patch; edges are the magnitude of Sobel's
-filters; relevance is a learned product of patch and question. Patches are scored before they attend to one another,
-because a patch that has seen the others can stand for all of them. A reader with `points` makes the score
-3 log p(block) + log p(patch | block), with this sum of maps as the logits of patches within a block.
+A map has one number for each patch. z subtracts the mean over the patches of one image and divides by their standard
+deviation, so that no image depends on the rest of the batch. Entropy is that of a softmax over the channels of a patch
+(`texture_maps`); edges are the magnitude of Sobel's filters; relevance is learned, from patch and question. Patches are
+scored before they attend to one another, because a patch that has seen the others can stand for all of them. A reader
+with `points` replaces the score (`Reader.pointed`); the sum above is then the logit of a patch within its block.
 
 A hard choice of K patches has no gradient. Three estimators give one:
 
@@ -14,9 +15,9 @@ A hard choice of K patches has no gradient. Three estimators give one:
                       of log p, with p = softmax(score / t)
     gumbel            the same, of scores with Gumbel noise in training (Kool et al. 2019), which explores
     soft              all patches, with a bias of the keys log sigmoid((score - threshold) / t); the threshold is
-                      between the K-th and the next score. Evaluation hides all but the K best. With slots for K
-                      patches alone, it is straight_through until t is at its last value, and then scores have no
-                      gradient: the rest learns for a choice that no longer changes.
+                      between the K-th and the next score. Evaluation hides all but the K best. With slots for only K
+                      patches, it is straight_through until t is at its last value; then scores have no gradient, and
+                      the rest of the model learns from a choice that no longer changes.
 
 The temperature t falls geometrically over the first steps. `all`, `random` and `center` choose without scores, and
 `blind` hides all patches.
@@ -54,7 +55,7 @@ class Chosen(NamedTuple):
     Attributes:
       indices: [B, S], int32, in ascending order.
       bias: [B, S], float32, added to the attention logits of these patches as keys; None: nothing is added.
-      hard: [B, N], float32: 1 at the K chosen patches.
+      hard: [B, N], float32: 1 at the chosen patches, 0 at others; with the method "blind" 0 at all.
     """
 
     indices: jax.Array
@@ -67,15 +68,15 @@ class Selector:
     """Chooses K patches of each image.
 
     Attributes:
-      num_chosen: K.
+      num_chosen: K; the method "all" does not read it.
       method: one of `METHODS`.
-      width: width of the vectors whose product is the relevance.
+      width: width of the vectors whose product is the relevance, if there is no reader.
       balancer_width: width of the hidden layer that weighs the maps.
       temperature: two values of t, above 0: at the first step, and from step `temperature_steps` on.
       temperature_steps: steps over which the temperature falls.
       reader: computes the relevance from all patches and the words in their order; None: each patch is compared with
         the mean of the words.
-      reads_question: whether scores depend on the question; False is a control, which knows the image alone.
+      reads_question: whether scores depend on the question, and not on the image alone.
 
     Raises:
       UserError: the method is unknown, or a number is out of range.
@@ -111,10 +112,14 @@ class Selector:
         return first * (last / first) ** done
 
     def check(self, *, num_patches: int, slots: int) -> None:
-        """Checks that the slots that the data leave for an image fit the method.
+        """Checks that an image has as many slots as the method needs: K, or one for each patch.
+
+        Args:
+          num_patches: N.
+          slots: number of slots that the data leave for an image.
 
         Raises:
-          UserError: they do not, or K is above N.
+          UserError: there are more or fewer, or K is above N.
         """
         k = num_patches if self.method == "all" else self.num_chosen
         if k > num_patches:
@@ -196,7 +201,8 @@ class Selector:
           num_patches: N.
           slots: S, K or N.
           step: [], number of training steps done, which sets the temperature t.
-          is_training: whether the choice is noisy, and soft if all patches have slots.
+          is_training: whether scores get a gradient; then "gumbel" also adds noise, and "soft" weakens patches instead
+            of hiding them if all have slots.
         """
         if self.method == "all":
             everything = jnp.broadcast_to(jnp.arange(num_patches), (len(rows), num_patches))
@@ -273,10 +279,9 @@ def standardized(x: jax.Array) -> jax.Array:
 def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
     """Returns the maps of images [B, H, W, 3] uint8 that need no parameters: entropy and edges, [B, N] each.
 
-    There are `side` patches along each side of an image.
-
-    The channels of a patch are its mean colors, two opponent colors (red-green, blue-yellow), Sobel's filters, its
-    row, column and distance from the center. Edges of the image repeat the pixels at its border.
+    There are `side` patches along each side of an image. The channels of a patch are the means of its colors, of two
+    opponent colors (red-green, blue-yellow), and of Sobel's filters and their magnitude; then its row, its column and
+    its distance from the center. At the border of the image, the filters read the pixels there again.
     """
     pixels = images.astype(jnp.float32) / 255
     gray = pixels @ jnp.asarray([0.299, 0.587, 0.114])

@@ -2,8 +2,8 @@
 
     x = patches W + b + positions;   x += Attention(norm(x));   x += MLP(norm(x));   features = norm(x)
 
-Dosovitskiy et al. 2020, section 3.1. The layers are those of the decoder with LayerNorm, biases and one projection in
-the feed-forward layer; every patch attends to all others. Its fields express the towers of SigLIP and CLIP
+Dosovitskiy et al. 2020, section 3.1. The layers are those of the decoder with LayerNorm, biases and a feed-forward
+layer without a gate; every patch attends to all. The fields of `VisionTower` express the towers of SigLIP and CLIP
 (`models.vision.families`).
 
 B images, N patches, P pixels of a patch's side, D embed.
@@ -58,7 +58,7 @@ class VisionTower:
       class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
       input_norm: whether patches are normalized before the first layer.
       output_norm: whether features are normalized after the last layer.
-      cut: whether rows and columns of pixels after the last whole patch are left out; otherwise patches must cover all.
+      cut: whether rows and columns of pixels after the last whole patch are left out.
       mean, std: mean and standard deviation of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
 
     Raises:

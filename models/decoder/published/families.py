@@ -169,7 +169,7 @@ def family(model: DecoderConfig) -> str:
 
 
 def differences(model: DecoderConfig, config: Config, *, where: str = CONFIG) -> list[str]:
-    """Returns one line for each field in which a decoder differs from a `config.json`, which lines call `where`.
+    """Returns one line for each field in which a decoder differs from a `config.json`; lines call the file `where`.
 
     Raises:
       UserError: as `fields`.

@@ -373,7 +373,7 @@ def mlp_sources(
     """Returns the sources of a dense feed-forward, or of experts.
 
     Args:
-      part: the feed-forward, dense or with experts.
+      part: the feed-forward; anything but `Experts`, also None, is read as a dense one.
       layer: name of the module of a dense feed-forward in tensor names.
       names: published names of the matrices `gate`, `up` and `down`, where they differ from Llama's.
       of_experts: name of the module of experts in tensor names; "": as `layer`.
@@ -396,13 +396,13 @@ def llama_sources(
     attention: Callable[[DecoderConfig, LayerKind], Sources] = attention_sources,
     feed_forward: Callable[[Part | None], Sources] = mlp_sources,
 ) -> Sources:
-    """Returns the sources of a family with Llama's names, by the paths of parameters.
+    """Returns the source of each parameter, by its path, for a family whose tensors have Llama's names.
 
     Args:
       model: the decoder.
       norms: published names of the norms of a layer, by the decoder's names.
-      attention: returns the sources of the attention of a layer.
-      feed_forward: returns the sources of the feed-forward of a layer.
+      attention: returns the sources of a layer's attention, by the decoder's names.
+      feed_forward: returns the sources of a layer's feed-forward, by the decoder's names.
     """
     found: Sources = {
         "embedding": Source("embed_tokens.weight", "vocab embed"),

@@ -87,7 +87,6 @@ def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple
     Raises:
       UserError: the fraction is 0 or less or above 1, an odd number of dimensions or none would be rotated, or the
         settings are no object.
-
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
     fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)
@@ -147,7 +146,7 @@ def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
 
     Args:
       rope: the settings: base and scaling.
-      max_positions: context length before the extension, for a scaling that does not name it.
+      max_positions: the context length, which is also the original one for a scaling that names none; None: unknown.
 
     Raises:
       UserError: a setting is unknown, missing or out of range.
