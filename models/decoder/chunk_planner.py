@@ -6,7 +6,7 @@ Two stacks of causal layers run over the summaries s_j, one per chunk of c posit
 for each step of the high stack (Wang et al. 2025, "Hierarchical Reasoning Model"). Gradients flow only through the last
 step of both; the steps before are a fixed-point iteration without gradient. Position t reads the plan of the chunk
 before its own, j(t) = t // c - 1, so nothing depends on later tokens. A summary has only the chunk's tokens that belong
-to the segment of its last token; plans attend within segments; and a position reads only plans of its segment. Chunks
+to the segment of its last token, plans attend within segments, and a position reads only plans of its segment. Chunks
 are counted from the start of the row, so the plans of a segment depend on where it starts in the row. Generation counts
 from the first token.
 

@@ -122,8 +122,8 @@ class DecoderConfig(Decoder):
       feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If layers have
         different parameters, the number of layers (without those of `first_feed_forward`) must be a multiple of the
         number after which their structure repeats; the i-th of these layers has its parameters in a module `block_i`.
-      first_feed_forward: the feed-forwards of the first layers, one per layer, fewer than `num_layers`; later layers
-        use `feed_forward`.
+      first_feed_forward: the feed-forwards of the first layers, one per layer, fewer than `num_layers`, each a part or
+        None; later layers use `feed_forward`.
       first_mixer: the mixers of these first layers, one per layer, instead of `mixer`; (): those of `mixer`.
       layer_inputs: gives each layer a small input of its own for each token; None: there are none.
       planner: adds plans of finished chunks to the embedded tokens; see `models.decoder.chunk_planner`.
@@ -330,18 +330,18 @@ class DecoderConfig(Decoder):
 
     @property
     def _repeated(self) -> list[tuple[tuple[Part, ...], Part | None]]:
-        """The mixers and the feed-forward (None: none) of successive layers, a pattern that repeats."""
+        """The mixers and the feed-forward (None: none) of each layer of the pattern that layers repeat."""
         mixers, others = self._mixers, _tuple(self.feed_forward)
         return [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
 
     @property
     def group(self) -> int:
-        """The number of layers, after the first ones, after which the structure of parameters repeats."""
+        """The period, in layers, with which the structure of parameters repeats after the first layers."""
         return _period_of_parameters(self._repeated)
 
     @property
     def first_group(self) -> int:
-        """The number of layers of `first_feed_forward` after which the structure of parameters repeats."""
+        """The period, in layers, of the structure of parameters in the first layers; 1 if there are none."""
         return _period_of_parameters(self._firsts) if self._firsts else 1
 
     @property
@@ -363,7 +363,7 @@ class DecoderConfig(Decoder):
 
     @property
     def repeated_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of successive layers after the first ones, a pattern that repeats."""
+        """The kinds of the layers after the first ones: the pattern that they repeat."""
         both, modules, start = self._repeated, _modules(self.group), len(self.first_feed_forward)
         count = period(both)
         return tuple(LayerKind(*both[(start + i) % count], modules[i % len(modules)]) for i in range(count))

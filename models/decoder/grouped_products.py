@@ -22,7 +22,7 @@ def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.
 
     On TPUs it uses the kernel `megablox` that comes with JAX. XLA would compile the gradient of the matrices to one
     masked product over all rows per matrix, which is E times as much work. On CPUs XLA also compiles the product itself
-    so; `by_blocks` replaces it where no gradient is computed, as in generation.
+    in this way; `by_blocks` replaces it where no gradient is computed, as in generation.
 
     Args:
       x: [S, D].

@@ -121,7 +121,7 @@ class Transformer(DecoderConfig):
             raise UserError(f"Transformer.keeps_states = True: {found} from the start of a row, which is of many steps")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters in float32; with adapters, the base is in `lora.base_dtype`.
+        """Returns initial parameters in float32; with adapters, most of the base is in `lora.base_dtype` (see `Lora`).
 
         They do not depend on the batch, of which only shapes are used.
         """
@@ -320,7 +320,7 @@ class Transformer(DecoderConfig):
         """Returns the empty states of all layers, for `rows` rows of at most `length` slots.
 
         They have the strategy's layout of activations. KV caches have the compute dtype; attention with a window has
-        slots for the window alone.
+        no more slots than positions of the window.
         """
 
         def state(kind: LayerKind) -> block.State:

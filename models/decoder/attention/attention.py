@@ -2,12 +2,12 @@
 
 All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment; `Scores` can change
 the scale, bound scores, and limit them to a window. The plain implementation is the reference, and materializes
-[B, H, T, T] scores. The kernels do not: splash on TPUs (a Pallas
-kernel that comes with JAX), and cuDNN on GPUs if it can compute the attention (`cudnn_attention`). They run inside a
-`shard_map` over rows and heads, splash also over query positions, because XLA cannot partition a kernel. If positions
-are sharded, queries stay on their chips, and keys and values are gathered. If the activation table also shards
-`kv_length`, they travel around a ring of chips instead (`ring_attention`), except with a window, which excludes most
-keys of a ring. A sink is a learned score of a query head without a value: it only takes a share of the softmax.
+[B, H, T, T] scores. The kernels do not: splash on TPUs, a Pallas kernel that comes with JAX, and cuDNN on GPUs, for the
+cases that it supports (`cudnn_attention`). They run inside a `shard_map` over rows and heads, splash also over query
+positions, because XLA cannot partition a kernel. If positions are sharded, queries stay on their chips, and keys and
+values are gathered. If the activation table also shards `kv_length`, keys and values travel around a ring of chips
+instead (`ring_attention`), except with a window, which excludes most keys of a ring. A sink is a learned score of a
+query head without a value: it only takes a share of the softmax.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
@@ -72,9 +72,8 @@ def attend(
       [B, T, H, K].
 
     Raises:
-      UserError: with "splash", positions of a chip do not fill the kernel's tiles, or rows are too long for it with
-        both a prefix and a window; with "cudnn", cuDNN cannot compute this; positions do not divide over a ring; or a
-        prefix is given with a ring, or key biases with a softcap.
+      UserError: the kernel that is chosen cannot compute this; the ring cannot, because positions do not divide or
+        there is a prefix; or key biases are given with a softcap.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
@@ -134,7 +133,7 @@ def on_gpus(
     Args:
       q, k, v: queries [B, T, H, K], keys and values [B, S, N, K].
       segment_ids, kv_segment_ids: segments of queries [B, T] and of keys [B, S].
-      prefix: as in `attend`.
+      prefix: as in `attend`, without key biases.
       sinks: None, because JAX passes no sinks to cuDNN.
       scores: how scores are scaled and bounded.
       implementation: the implementation of `jax.nn.dot_product_attention`.
@@ -472,9 +471,10 @@ def splash_attention(
 def _matching_heads(
     q: jax.Array, k: jax.Array, v: jax.Array, *, positions: str | None
 ) -> tuple[jax.Array, jax.Array, tuple[PartitionSpec, PartitionSpec]]:
-    """Returns keys and values such that every query head has its key head on its chip, and the specs of q and of both.
+    """Returns keys and values, repeated if their heads are sharded differently from query heads, and the two specs.
 
-    `positions` is the logical axis of the keys' positions.
+    The specs are those of q, and of keys and values, whose positions have the logical axis `positions` (None: they are
+    not sharded).
     """
     q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
     kv_spec = logical.activation_spec("batch", positions, "kv_heads", "head_dim")

@@ -15,8 +15,8 @@ class Tiles:
     """Upper limits of the splash kernel's tiles.
 
     The kernel uses the largest multiples of 128, up to these limits, that divide a row's positions on a chip (in ring
-    attention, those of a chunk). Larger tiles need
-    more of a chip's vector memory (VMEM), and fewer reads of keys and values from HBM.
+    attention, those of a chunk). Larger tiles need more of a chip's vector memory (VMEM), and fewer reads of keys and
+    values from HBM.
 
     Attributes:
       queries: number of query positions per tile, a multiple of 128.
@@ -25,7 +25,7 @@ class Tiles:
         instead of twice, but stores partial gradients of queries, one per tile of keys, in HBM.
 
     Raises:
-      UserError: a size is not a multiple of 128.
+      UserError: a size is not a multiple of 128, at least 128.
     """
 
     queries: int = 512
