@@ -67,8 +67,8 @@ class Block(hk.Module):
 
         Args:
           x: the residual stream [B, T, D].
-          call: the other arguments; `call.before.state` and `call.carried`, if given, have the states of all parts of
-            this layer, by name.
+          call: the other arguments; `call.before.state` and `call.carried`, if given, have the states of those parts of
+            this layer that have any, by name.
 
         Returns:
           The residual stream; states and sums of the parts that have any, by name of the part; and `call.shared` with

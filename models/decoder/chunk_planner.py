@@ -160,9 +160,10 @@ class Plans(hk.Module):
 
 
 def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
-    """Returns training FLOPs per token: for each chunk, 6 per matrix entry, or 2 in steps without gradient.
+    """Returns training FLOPs per token: those of a chunk, divided by its positions.
 
-    A step runs each layer once per chunk. Attention among summaries is not counted.
+    A step runs each of its layers once per chunk: 6 FLOPs per matrix entry, or 2 in a step without gradient. Attention
+    among summaries is not counted.
     """
     layer = sum(part.work(config, 0).matrices for part in (layers.Attention(), layers.Mlp()))
     low, high = settings.high_steps * settings.low_steps, settings.high_steps

@@ -451,7 +451,7 @@ def _check_class(kind: type[Part]) -> None:
 
 
 def period(values: list[Any]) -> int:
-    """Returns the least number of values after which they repeat, a divisor of their count, which is not 0."""
+    """Returns the length of the shortest pattern whose whole repetitions give these values; there is at least one."""
     count = len(values)
     return next(p for p in range(1, count + 1) if count % p == 0 and values == values[:p] * (count // p))
 

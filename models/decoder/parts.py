@@ -225,7 +225,7 @@ class Part:
         raise NotImplementedError
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Any:
-        """Returns the state before the first of at most `length` slots, with leaves [rows, ...]."""
+        """Returns the state before the first of at most `length` slots, with leaves [rows, ...]; () if it has none."""
         del decoder, rows, length
         return ()
 

@@ -494,11 +494,11 @@ class Transformer(DecoderConfig):
         return Side(batch["segment_ids"], turns, padding, rows, continues=continues)
 
     def flops_per_token(self, length: int) -> float:
-        """Returns training FLOPs per token without recomputation.
+        """Returns training FLOPs per token without recomputation, with T = `length`.
 
-        6 per parameter of a matrix product and, per layer of `layers.Attention`, 6 T H K (causal), or 12 W H K with a
-        window of W positions if that is less. With adapters, matrices are frozen and have no gradient: 4 instead of 6.
-        Of experts, only those that a token passes through count.
+        There are 6 per parameter of a matrix product. A layer of `layers.Attention` adds 6 T H K (causal), or 12 W H K
+        with a window of W positions if that is less. With adapters, matrices are frozen and have no gradient: 4 per
+        parameter instead of 6. Of experts, only those that a token passes through count.
         """
         matrices, others = float(self.embed_dim * self.stored_vocab_size), 0.0
         for layer in range(self.num_layers):

@@ -44,7 +44,7 @@ def _feed_forward(part: Part | None) -> Sources:
 
 
 def sources(model: DecoderConfig, *, projections: Projections) -> Sources:
-    """Returns the source of each parameter of a decoder with such layers, by its path.
+    """Returns the source of each parameter of a decoder of such a family, by its path.
 
     Args:
       model: the decoder.

@@ -115,7 +115,8 @@ def _experts(config: Config) -> Experts:
 def _heads_of_full(config: Config, types: list[str]) -> tuple[int, int]:
     """Returns the width of the heads of layers with full attention, and the number of their key/value heads.
 
-    Raises UserError if the layers' own settings differ, the width is odd, or the numbers of heads do not divide.
+    Raises UserError if `per_layer_config` is not the same for all of them or has other layers, the width is odd, or the
+    numbers of heads do not divide.
     """
     width, heads = (config[key] for key in _OF_LAYER)
     if (given := config[_BY_LAYER]) is None:

@@ -83,7 +83,7 @@ class TTTConfig:
 
     @property
     def is_ponder(self) -> bool:
-        """Whether the variant is the one of PonderTTT's code."""
+        """Whether the variant is "ponder"."""
         return self.variant == "ponder"
 
     @property

@@ -274,9 +274,6 @@ def sources(model: Model, names: Names, decoder_kind: str) -> dict[str, Source]:
       model: the model.
       names: names of tensors; of each part the first prefix is used.
       decoder_kind: the `model_type` of the decoder in the folder.
-
-    Raises:
-      UserError: as `family_tensors.sources`.
     """
     found = {path: source.prefixed(names.vision[0]) for path, source in towers.sources(model.vision).items()}
     for path, source in family_tensors.sources(model.decoder, decoder_kind).items():
@@ -342,7 +339,7 @@ def differences(model: Model, config: Config, *, where: str = published_files.CO
 
 
 def exported(model: Model, folder: str, config: Config) -> tuple[dict[str, Source], dict[str, Tensor]]:
-    """Returns what an export of a model that began as a published folder writes.
+    """Returns what to write to export a model whose parameters began as those of a published folder.
 
     Args:
       model: the model.

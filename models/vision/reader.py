@@ -50,9 +50,9 @@ class Glimpsed(NamedTuple):
 
     Attributes:
       block: [B, N], float32: the logit of each patch's block in the last glimpse.
-      within: [B, N], float32: the relevance of each patch beside that of its block.
-      seen: [B, S, W], float32: the question, and what the last glimpse saw. S is 1, or M for a reader that points,
-        whose answer is a mixture of the blocks' answers.
+      within: [B, N], float32: the relevance of each patch, without that of its block.
+      seen: [B, S, W], float32: hidden units made from the question and what the last glimpse saw. S is 1, or M for a
+        reader with `points`, whose answer is a mixture of the blocks' answers.
       log_shares: [B, S], float32: the logarithm of the share of each answer.
     """
 

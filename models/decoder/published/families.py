@@ -135,7 +135,7 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
 
 
 def family(model: DecoderConfig) -> str:
-    """Returns the `model_type` whose format can express a decoder; of several, that with the fewest keys.
+    """Returns the `model_type` whose format can express a decoder; of several, the one that fits most closely.
 
     Raises:
       UserError: no family has these fields.

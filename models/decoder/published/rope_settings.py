@@ -63,7 +63,7 @@ def of_scores(config: Config) -> float:
     """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none.
 
     Raises:
-      UserError: it is not a number above 0, or the scaling is LongRoPE.
+      UserError: it is given, and is no number above 0 or belongs to LongRoPE; or the settings are no object.
     """
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     rope = scaling or parameters
