@@ -3,9 +3,9 @@
     h = base(chunk);    SKIP: logits = h E';    UPDATE: logits = (h + TTT(RMSNorm(h))) E'
 
 E' is the output matrix of the base, whose positions start again in every chunk. The output matrix of the layer starts
-at zero, so that UPDATE equals SKIP before training. Only the layer, its learning rates and the norm before it are
-trained; the base has no gradient, and no activations are saved for one. The loss is the cross-entropy plus a share of
-the inner models' reconstruction losses.
+at zero, so that UPDATE equals SKIP before training. Only the layer, the norm before it and the factor of its learning
+rates are trained; the base has no gradient, and no activations are saved for one. The loss is the cross-entropy plus a
+share of the inner models' reconstruction losses.
 
 As in the paper, a decision reads signals of its whole chunk and applies to all tokens of the chunk: in that sense a
 gated model is causal only from chunk to chunk.
@@ -208,9 +208,10 @@ class AdaptedDecoder:
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Returns the cross-entropy with UPDATE in all chunks, and that with SKIP as the metric `loss_skip`.
 
-        Extras are, for every chunk [B, n], `tokens`, the number of supervised positions; `loss_skip` and `loss_update`,
-        the cross-entropy summed over them; and the reconstruction losses `initial`, `step_0` and `step_1`. They include
-        the batch's `documents`, if it has them. With `carry = "document"`, every chunk updates the weights.
+        For every chunk [B, n], extras have `tokens`, the number of supervised positions, and the cross-entropy summed
+        over these, `loss_skip` and `loss_update`. They also have the reconstruction losses `initial`, `step_0` and
+        `step_1`, [B, n], and the batch's `documents`, if there are any. With `carry = "document"`, every chunk updates
+        the weights.
 
         Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
         """

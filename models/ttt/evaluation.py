@@ -112,9 +112,9 @@ def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
 def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
     """Returns the scores of the decisions `updates`, [chunks] bool, by name.
 
-    They are the mean loss per token in nats, perplexity, gain (loss of SKIP - loss), update rate, recovery (NaN if the
-    oracle gains nothing), agreement (the share of chunks about which the oracle decides alike), and the mean cost of a
-    chunk. The oracle has as many updates.
+    The loss is a mean per token, in nats, and the gain is the loss of SKIP minus the loss. Recovery is NaN if the oracle
+    gains nothing; agreement is the share of chunks about which the oracle decides alike. The oracle has as many
+    updates. The cost is the mean cost of a chunk.
     """
     total = np.sum(chunks.tokens)
     rate = float(np.mean(updates))

@@ -230,8 +230,8 @@ class VisionLanguageModel:
     ) -> tuple[Batch, Inserted, Chosen, LossOutput | None]:
         """Runs everything before the decoder: tower, selector, connector and reader.
 
-        Returns the batch of the decoder, the vectors that take the place of embeddings in the slots, the chosen
-        patches, and the sums of the loss of the reader's own answers, None if it gives none.
+        Returns the batch of the decoder, the vectors that take the place of embeddings in the slots, and the chosen
+        patches. The last result is the loss of the reader's own answers, as sums; None if it gives none.
         """
         images, rows = batch["images"], len(batch["inputs"])
         images = images.reshape(-1, *images.shape[-3:])  # [B I, H, W, 3]

@@ -119,7 +119,7 @@ class Selector:
           slots: number of slots that the data leave for an image.
 
         Raises:
-          UserError: there are more or fewer, or K is above N.
+          UserError: there is another number of slots, or K is above N.
         """
         k = num_patches if self.method == "all" else self.num_chosen
         if k > num_patches:
