@@ -112,7 +112,7 @@ def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
 def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
     """Returns the scores of the decisions `updates`, [chunks] bool, by name.
 
-    The loss is a mean per token, in nats, and the gain is the loss of SKIP minus the loss. Recovery is NaN if the oracle
+    The loss is a mean per token, in nats; the gain is the loss of SKIP minus this loss. Recovery is NaN if the oracle
     gains nothing; agreement is the share of chunks about which the oracle decides alike. The oracle has as many
     updates. The cost is the mean cost of a chunk.
     """
