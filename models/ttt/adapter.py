@@ -498,11 +498,9 @@ def adapted(
     Raises:
       UserError: as `TTTConfig` and `AdaptedDecoder`.
     """
-    config = TTTConfig(
-        inner=inner,
-        head_dim=head_dim,
-        num_heads=num_heads or max(base.embed_dim // head_dim, 1),
-        base_rate=base_rate or (1.0 if inner == "linear" else 0.1),
-        **(settings or {}),
-    )
+    if num_heads is None:
+        num_heads = max(base.embed_dim // max(head_dim, 1), 1)  # TTTConfig refuses heads without width
+    if base_rate is None:
+        base_rate = 1.0 if inner == "linear" else 0.1
+    config = TTTConfig(inner=inner, head_dim=head_dim, num_heads=num_heads, base_rate=base_rate, **(settings or {}))
     return AdaptedDecoder(base=base, layer=config, **options)

@@ -241,8 +241,7 @@ def decide_rows(
       gate: the gate.
       state: the gate's state before the first row.
       signals: signals of the chunks, [B] each.
-      real: [B], bool, whether the row's chunk counts; the others are SKIP. Unless `per_batch`, they leave the state as
-        it is.
+      real: [B], bool, whether the row's chunk counts; the others are SKIP and leave the state as it is.
       key: the key of the batch, from which rows get keys of their own unless `per_batch`.
       per_batch: whether all rows get one decision, from the mean signals of the real ones.
 
@@ -252,16 +251,20 @@ def decide_rows(
     if per_batch:
         count = jnp.maximum(jnp.sum(real), 1)
         mean = Signals(*(jnp.sum(jnp.where(real, s, 0)) / count for s in signals))
-        state, updates = gate.decide(state, mean, key)
-        return state, real & updates
+        after, updates = gate.decide(state, mean, key)
+        return _kept(after, state, jnp.any(real)), real & updates
 
     def one(state: State, row: tuple) -> tuple[State, jax.Array]:
         signals, is_real, number = row
         after, updates = gate.decide(state, signals, jax.random.fold_in(key, number))
-        after = jax.tree.map(lambda a, b: jnp.where(is_real, a, b).astype(b.dtype), after, state)
-        return after, is_real & updates
+        return _kept(after, state, is_real), is_real & updates
 
     return jax.lax.scan(one, state, (signals, real, jnp.arange(len(real))))
+
+
+def _kept(after: State, before: State, is_real: jax.Array) -> State:
+    """Returns the state after a decision that counts, otherwise that before it."""
+    return jax.tree.map(lambda a, b: jnp.where(is_real, a, b).astype(b.dtype), after, before)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -371,10 +371,11 @@ class VisionLanguageModel:
         A frozen decoder has no gradients of matrices, and a frozen tower no backward pass. The connector and the
         selector are not counted.
         """
+        is_frozen = towers.NAME in self.freeze or self.decoder.lora is not None
         decoder = self.decoder.flops_per_token(length)
         if "decoder" in self.freeze and self.decoder.lora is None:
             decoder -= self.decoder.flops_per_token(0) / 3
-        return decoder + self.vision.flops(is_frozen=towers.NAME in self.freeze) / length
+        return decoder + self.vision.flops(is_frozen=is_frozen) / length
 
     def shrink(self, multiples: Mapping[str, int]) -> VisionLanguageModel:
         """Returns a small model of this kind for images of the same size and the same number of slots."""

@@ -223,6 +223,12 @@ def test_settings_that_do_not_fit_are_refused(change, words):
         dataclasses.replace(MODEL, **change)
 
 
+@pytest.mark.parametrize("setting", ["num_heads", "base_rate", "head_dim"])
+def test_a_zero_is_not_taken_for_the_default(setting):
+    with pytest.raises(UserError, match=rf"TTTConfig\.{setting} = 0"):
+        adapter.adapted(base=BASE, **{setting: 0})
+
+
 @pytest.mark.parametrize(
     ("chunk", "mini_batch", "loss_positions", "limit", "small"),
     [

@@ -84,6 +84,17 @@ def test_rules_by_threshold_average_and_chance():
     assert rows(gates.LossThreshold(2.1), (), per_batch=True)[1].all()
 
 
+@pytest.mark.parametrize("per_batch", [True, False])
+def test_rows_that_do_not_count_leave_the_state_as_it_is(per_batch):
+    average, values = gates.Average(decay=0.5), signals(jnp.asarray([4.0, 8.0]))
+    decide = functools.partial(gates.decide_rows, average, signals=values, key=_key(), per_batch=per_batch)
+    state, _ = decide(state=average.init(), real=jnp.array([True, False]))
+    assert float(state["average"]) == 4.0
+    after, found = decide(state=state, real=jnp.zeros(2, bool))
+    assert float(after["average"]) == 4.0
+    assert not found.any()
+
+
 def test_chance_has_its_probability_and_depends_on_the_key():
     values = jnp.ones(2000)
     draw = jax.jit(lambda key: gates.decide_rows(gates.Random(0.3), (), signals(values), values > 0, key)[1])

@@ -9,6 +9,7 @@ import pytest
 
 from core.errors import UserError
 from core.parameters import path_name
+from models import lora
 from models.agreement_subjects import OPTIMIZER
 from models.decoder.layers import Attention, Mlp
 from models.decoder.parts import Sum
@@ -100,6 +101,15 @@ def test_the_question_is_seen_by_the_image_and_the_answer_by_nobody_before(soft)
     )
     changed = np.asarray(jax.jit(soft.logits)(soft.params, {**batch, "inputs": question}))[:, :last]
     assert np.abs(changed - before).max(axis=-1).min() > 0
+
+
+def test_a_frozen_tower_has_no_backward_pass():
+    """It is frozen by name, or because the decoder has adapters."""
+    adapted = lora.adapted(model=subjects.DECODER, rank=2)
+    backward = subjects.TOWER.flops(is_frozen=False) - subjects.TOWER.flops(is_frozen=True)
+    for decoder, freeze, spared in ((subjects.DECODER, (), 0), (subjects.DECODER, ("vision",), 1), (adapted, (), 1)):
+        tower = subjects.model(decoder=decoder, freeze=freeze).flops_per_token(40) - decoder.flops_per_token(40)
+        np.testing.assert_allclose(tower * 40, subjects.TOWER.flops(is_frozen=False) - spared * backward)
 
 
 def test_frozen_parts_have_no_trainable_parameter():
