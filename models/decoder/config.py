@@ -111,7 +111,7 @@ class DecoderConfig(Decoder):
       activation: "silu", "gelu", or the approximations of "gelu" by "gelu_tanh" and "gelu_sigmoid".
       positions: "rotary"; or "learned": a vector for each of `max_positions` positions, which must be given, is added
         to the embedding.
-      max_positions: the largest number of positions in a segment; None: no limit.
+      max_positions: the largest number of positions in a row; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and its scaling to longer contexts
         (`models.decoder.rotary`).
       logit_softcap: logits x become softcap tanh(x / softcap); None: they are not bounded.
