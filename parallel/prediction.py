@@ -1,8 +1,9 @@
 """Compares the steps of a run with what was predicted from its compiled program.
 
 A prediction is the time of a step, with an interval from the errors of published steps
-(`parallel.planning.calibration`), and the peak HBM. A measured time more than a quarter outside the interval, or as
-different an HBM, causes one warning: the prediction is wrong, or the machine or configuration is not the expected one.
+(`parallel.planning.calibration`), and the peak HBM. If a measured time is more than a quarter below or above the
+interval, or a measured HBM more than a quarter from the predicted one, there is one warning. Then the prediction is
+wrong, or the machine or configuration is not the expected one.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +25,12 @@ Prediction = Mapping[str, Any]
 
 
 def line(record: Prediction) -> str:
-    """Returns `1.1 s (0.99 to 1.2 s) per step, 55 % MFU, 18.4 GiB (compiled by libtpu …)`."""
+    """Formats a prediction, such as `1.1 s (0.99 to 1.2 s) per step, 55 % MFU, 18.4 GiB (compiled by libtpu …)`."""
     return f"{figures(record)} ({label(record)})"
 
 
 def figures(record: Prediction) -> str:
-    """Formats predicted time, MFU (if it is known) and memory, without the label."""
+    """Formats predicted time, MFU (if it is known) and peak memory, without the label."""
     mfu = record["predicted"]["mfu"]
     share = f"{units.significant(100 * mfu['scheduled'], 2)} % MFU, " if mfu else ""
     low, seconds, high = between(record)
@@ -38,7 +39,7 @@ def figures(record: Prediction) -> str:
 
 
 def _is_bound(record: Prediction) -> bool:
-    """Returns whether the peak is an upper bound, because arrays are kept in the memory of the host."""
+    """Returns whether the predicted peak is an upper bound, because arrays are kept in the memory of the host."""
     return record["memory"].get("peak_is_bound", False)
 
 
@@ -52,7 +53,7 @@ def between(record: Prediction) -> tuple[float, float, float]:
 
 
 def label(record: Prediction) -> str:
-    """Returns the label of a prediction: the compiler's version, and the published steps that its interval is from."""
+    """Returns the label of a prediction: the compiler's version, and how many published steps its interval is from."""
     from parallel.planning import calibration
 
     return calibration.label(libtpu=record["versions"]["libtpu"])
@@ -75,9 +76,10 @@ class PredictionCheck:
         Args:
           record: the prediction; None: nothing is predicted.
           slice_: the slice that the run is on.
-          flops: FLOPs of a step; None: not known.
+          flops: FLOPs of the model in a step; None if not known: then there is no MFU.
           is_measured: whether the devices are those of the slice; False if they simulate it.
-          warn: called with a sentence when a measurement differs from its prediction, once for each metric.
+          warn: called with a sentence when a measurement differs from its prediction or the MFU exceeds 100%, once for
+            each metric.
         """
         self._record, self._slice, self._flops = record, slice_, flops
         self._peak = slice_.peak_flops
@@ -91,14 +93,16 @@ class PredictionCheck:
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
-        """Returns rows of the run summary: what is predicted (on TPU slices), and whether measurements follow."""
+        """Returns rows of the run summary: `predicted` (on TPU slices), and `measured`: whether measurements follow."""
         if not self._slice.is_tpu:
             return {"measured": FOLLOWS if self._is_measured else SIMULATED}
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
         return {"predicted": predicted, "measured": FOLLOWS if self._is_measured else SIMULATED}
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Returns `mfu` (0 to 1), `hbm_gib` and the predictions, as far as they are known; nothing in a simulation.
+        """Returns `mfu` (0 to 1), `hbm_gib` and the predictions, as far as they are known; {} in a simulation.
+
+        The first call does not compare with the prediction, because its steps include compilation.
 
         Args:
           values: metrics of the steps since the last report, with `step_seconds`. If they give an MFU above 100%, it is
@@ -144,6 +148,6 @@ class PredictionCheck:
 
 
 def peak_hbm_bytes() -> int | None:
-    """Returns the peak HBM use of this host's first chip so far; None if the runtime does not report it."""
+    """Returns the most bytes of HBM in use on this host's first device so far; None if the runtime reports none."""
     stats: Mapping[str, Any] = jax.local_devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use")

@@ -1,4 +1,4 @@
-"""Prints the TPU compiler's report on a training step, and compares an experiment under several strategies."""
+"""The command `report`: prints the layout and memory of a training step, and compares strategies by compiling it."""
 
 import argparse
 import json
@@ -114,7 +114,7 @@ class StrategyResult(NamedTuple):
 
     @property
     def peak_bytes(self) -> float:
-        """Peak HBM per chip in bytes, also if that does not fit; infinite if the program could not be built."""
+        """Peak HBM per chip in bytes, even if it does not fit; infinite if the program could not be built."""
         return self.found.compiled.peak_bytes if self.found else float(self.needed or "inf") * GIB
 
     def cells(self) -> list[str]:
@@ -134,7 +134,7 @@ class StrategyResult(NamedTuple):
         return [self.name, mesh, *numbers, ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the compiler's figures as JSON values or, if it was not compiled, the strategy and the problem."""
+        """Returns the compiler's figures as JSON values; if there are none, the strategy's name and the problem."""
         if self.program and self.found:
             return analysis.as_json(self.program, self.found)
         return {"strategy": self.name, "problem": self.problem}
@@ -172,7 +172,7 @@ def compile_strategies(
 ) -> Iterator[StrategyResult]:
     """Compiles the experiment with each strategy, and yields the results one by one.
 
-    A layout that does not fit or is not possible on the slice is also a result, with the reason.
+    If a strategy's configuration has a mistake or its step does not fit, the result contains the reason.
 
     Args:
       experiment: the experiment's gin file.
@@ -181,7 +181,7 @@ def compile_strategies(
       slice_name: the slice.
 
     Raises:
-      UserError: the experiment has a mistake, or there is no such file.
+      UserError: the experiment itself has a mistake, or the gin file of a choice does not exist.
     """
     loader.load(experiment, bindings=bindings, slice_name=slice_name).build()
     for choice in choices:
@@ -203,7 +203,7 @@ def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name:
 
 
 def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None:
-    """Prints the table as Markdown, least memory first, then the problems and compiler warnings."""
+    """Prints the results as a Markdown table, least memory first, then their problems and compiler warnings."""
     chip = slices.get(slice_name).chip
     print(f"\ncompiled for {slice_name} by libtpu on this machine's CPU (not run), per {chip.unit} and step;")
     usable = chip.usable_hbm_bytes / GIB
@@ -255,7 +255,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
-    """Prints the report of each phase; returns the compiler's figures, and whether all phases fit into a chip."""
+    """Prints the report of each phase; returns the compiler's figures, and whether all phases fit into a chip.
+
+    Several phases have a list of figures.
+    """
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
@@ -279,7 +282,7 @@ def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
 def _described(program: Program, *, is_compiled: bool) -> tuple[Any, bool]:
     """Prints the report of a program; returns the compiler's figures as JSON values, and whether it fits into a chip.
 
-    The figures are None if it is not compiled.
+    The figures are None if it is not compiled. Raises OutOfHbmError if it is compiled and does not fit.
     """
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")

@@ -1,6 +1,6 @@
-"""Compiles candidates in separate processes, two at a time if memory allows.
+"""Compiles candidates in separate processes, at most two at a time.
 
-The compiler holds about 3 GiB until its process ends, so the plan's own process never compiles:
+The compiler holds gigabytes of memory until its process ends, so the plan's own process never compiles:
 `python -m launch.plan.compiling JOB.json` compiles one candidate and writes its record. Every finished record is saved
 at once in the user's cache. So an interruption costs only the compilations in progress, and the same command resumes.
 """
@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.1
 
 
 class Job(NamedTuple):
-    """One candidate to compile: the configuration that the worker loads, and the file for its record."""
+    """One candidate to compile: the configuration that the worker process loads, and the file for its record."""
 
     name: str
     experiment: str
@@ -63,16 +63,16 @@ def compile_all(
     on_start: Callable[[Job], None] = lambda job: None,
     command: Sequence[str] = WORKER,
 ) -> Iterator[tuple[Job, Record]]:
-    """Compiles jobs in order, and yields each with its record as it finishes.
+    """Starts jobs in order, each in a worker process, and yields each with its record as it finishes.
 
-    If a worker fails, its record says why, and is not saved. If the iteration ends early, also by Ctrl-C, the workers
-    are stopped.
+    If a worker fails, the record has status FAILED and the reason, and is not saved. If the iteration ends early, also
+    by Ctrl-C, the workers are stopped.
 
     Args:
       jobs: the jobs; the next one is taken when it can start.
-      wanted: returns the number of further successful compilations to make; called before each start.
-      on_start: called with each job when it starts.
-      command: the argv that starts a worker, without the file of its job.
+      wanted: called before each start; returns how many more candidates that fit are wanted, running ones included.
+      on_start: called with each job before it starts.
+      command: the command line that starts a worker, to which the file of its job is added.
     """
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch:

@@ -28,7 +28,7 @@ _TEXT = ("kind", "where", "on one chip", "hottest operations", "mesh axes", "net
 
 
 def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str]) -> int:
-    """Compiles one layout and prints what limits it; returns 1 if it does not fit.
+    """Compiles one layout and prints what limits it; returns 0, or 1 if it does not fit.
 
     Args:
       path: the gin file of the experiment.

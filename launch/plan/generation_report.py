@@ -16,13 +16,13 @@ from parallel.planning.generation_cost import GenerationCost
 
 
 def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Compiles generation for each number of rows, prints its memory and speed, and returns them as JSON values.
+    """Compiles generation for each number of rows; prints memory and predicted speed, and returns them as JSON values.
 
     Args:
       path: the experiment's gin file. Its STRATEGY lays out the model; its LENGTH is the number of positions.
       slice_name: the slice.
       bindings: gin bindings that override the experiment's.
-      batch_sizes: rows that are generated together; empty: the experiment's BATCH_SIZE.
+      batch_sizes: numbers of rows that are generated together; empty: the experiment's BATCH_SIZE.
 
     Raises:
       UserError: the configuration has a mistake, the model cannot generate with a KV cache, rows do not divide over the

@@ -97,9 +97,12 @@ def sent(traffic: Sequence[AxisTime]) -> str:
 
 
 def print_rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
-    """Prints why candidates are not in the table: for each one (`every`), or a count and an example for each reason.
+    """Prints why candidates are not in the table.
 
-    Of the compiled candidates in `found`, it lists each that does not fit or failed.
+    Args:
+      options: all candidates; those with a reason are grouped by kind of reason.
+      found: compiled candidates with their records; those without a time are listed.
+      every: whether to print each candidate of a group, not only one.
     """
     for kind, group in selection.by_reason(options):
         terminal.say(f"\nrejected, {kind}: {len(group)}")
@@ -148,7 +151,7 @@ def against_pipelines(best: Option, options: Sequence[Option]) -> list[str]:
       options: all candidates, from the fastest by the analytical estimate.
 
     Returns:
-      The lines; [] if there is no such layout, or no estimate of the winner.
+      The lines; [] if no such layout may fit, or the winner has no estimate.
     """
     is_pipeline = _is_pipeline(best)
     other = next((one for one in options if not one.reason and _is_pipeline(one) != is_pipeline), None)
@@ -172,7 +175,7 @@ def _is_pipeline(option: Option) -> bool:
 
 
 def _figures(option: Option) -> tuple[str, ...]:
-    """Returns as text: milliseconds per row (with all to no traffic hidden, of work, of traffic), and the bubble."""
+    """Returns as text the milliseconds per row of a step, of its computation and of its traffic; and the bubble."""
     assert option.estimate is not None
     time, ms = option.estimate.time, 1e3 / option.candidate.batch_size
     busy, traffic = (f"{seconds * ms:.3g}" for seconds in (time.busy, time.traffic_seconds))
@@ -180,7 +183,7 @@ def _figures(option: Option) -> tuple[str, ...]:
 
 
 def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
-    """Returns the lines of comment at the top of the winner's gin file; `label` as in `show`."""
+    """Returns the comment at the top of the winner's gin file, line by line; `label` as in `show`."""
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
     tokens, chip = units.counted(best.tokens // best.rows, "token"), question.slice.chip
     return [

@@ -24,7 +24,7 @@ from parallel.planning.selection import JudgedCandidate
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The input of a plan: an experiment (its configuration, and as built), a slice, and batch sizes to try."""
+    """The input of a plan: an experiment or one of its phases, a slice, and batch sizes to try."""
 
     path: str
     config: LoadedConfig
@@ -36,23 +36,23 @@ class Question:
 
     @property
     def total_tokens(self) -> int:
-        """The number of tokens that the experiment, or its phase, trains on; equal for all batch sizes of the plan."""
+        """The number of tokens that the experiment, or its phase, trains on with its own batch size."""
         return self.num_steps * self.experiment.tokens_per_step
 
     def steps(self, batch_size: int) -> int:
-        """Returns how many steps with `batch_size` rows train on all tokens."""
+        """Returns the smallest number of steps with `batch_size` rows that train on at least `total_tokens`."""
         return -(-self.num_steps * self.experiment.batch_size // batch_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option(JudgedCandidate):
-    """A candidate with its estimate, its gin bindings and the identity of its program, which names its record.
+    """A candidate with its estimate, its gin bindings and the identity of its program.
 
     Bindings and identity are computed when needed, because most candidates are only ranked.
 
     Attributes:
       question: the input of the plan.
-      writer: writes the bindings.
+      writer: computes the bindings.
     """
 
     question: Question = dataclasses.field(repr=False, compare=False)
@@ -65,7 +65,7 @@ class Option(JudgedCandidate):
 
     @functools.cached_property
     def text(self) -> str:
-        """The identity of the program (`program_text`); "" if the strategy's tables do not allow the candidate."""
+        """The identity of the program (`program_text`), by which its record is found; "" without an estimate."""
         if self.estimate is None:
             return ""
         made = apply(self.question.experiment, self.candidate)
@@ -76,20 +76,20 @@ Compiled = Sequence[tuple[Option, Record]]
 
 
 class PhaseSetsLayoutError(UserError):
-    """A phase sets its own strategy or accumulation, which the bindings of a candidate would not replace."""
+    """A phase sets its own strategy or accumulation, which a candidate's bindings would not replace."""
 
 
 def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes: Sequence[int] = ()) -> Question:
-    """Loads the experiment that a plan is for.
+    """Loads the experiment that a plan is for; of several phases the first.
 
     Args:
       path: the experiment file.
       slice_name: the slice.
-      bindings: gin bindings.
+      bindings: gin bindings that override the experiment's; `PHASE = N` chooses another phase.
       batch_sizes: batch sizes to compare, in rows; empty: only the experiment's.
 
     Raises:
-      UserError: the slice is unknown, the configuration has a mistake, or a batch size is too large.
+      UserError: the slice is unknown, or the configuration has a mistake, also with one of the batch sizes.
       PhaseSetsLayoutError: PHASE names a phase that sets its own strategy or accumulation.
     """
     slice_ = slices.get(slice_name)
@@ -125,12 +125,16 @@ def _require_bindable(
 
 
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
-    """Returns every candidate with its estimate or the reason why it cannot work, from the fastest by the estimate.
+    """Returns the candidates with their estimates: those that may fit from the fastest, then the others with reasons.
 
-    `only` lists the strategies to try; empty: all of them and the experiment's own.
+    Of choices of `remat` with the same work, one is tried, and only those that gin bindings can set.
+
+    Args:
+      question: the input of the plan.
+      only: names of the strategies to try; empty: all that a plan can try, and the experiment's own.
 
     Raises:
-      UserError: a strategy is unknown.
+      UserError: a strategy is unknown, or the model cannot be traced (`model_trace.trace`).
     """
     experiment = question.experiment
     spec = experiment.task.spec(experiment.batch_size)
@@ -177,16 +181,13 @@ def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:
 
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
-    """Returns the candidates that fit, the fastest first, by predicted seconds per row.
-
-    In the prediction, exactly the traffic that the compiler overlapped is hidden.
-    """
+    """Returns the candidates that fit, the fastest first, by predicted seconds per row (`StepTime.scheduled`)."""
     fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
     return [(one, record) for _, one, record in sorted(fit, key=lambda each: each[0])]
 
 
 def metrics(question: Question, option: Option, record: Record | None = None) -> CandidateMetrics:
-    """Returns the metrics of a candidate from its record or, without one, from the analytical estimate."""
+    """Returns the metrics of a candidate from its record or, without one, from its estimate, which it must have."""
     experiment, rows, estimate = question.experiment, option.candidate.batch_size, option.estimate
     assert estimate is not None, option.name
     flops = experiment.flops_per_step
@@ -206,7 +207,7 @@ def metrics(question: Question, option: Option, record: Record | None = None) ->
 
 
 class Writer:
-    """Writes the candidates for one experiment as gin bindings."""
+    """Expresses the candidates for one experiment as gin bindings."""
 
     def __init__(self, config: LoadedConfig, experiment: Experiment):
         self._experiment = experiment
@@ -233,7 +234,12 @@ class Writer:
         return statements
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
-        """Returns the text of a gin file for the candidate, to be included after the other files."""
+        """Returns the text of a gin file for the candidate, to be included after the experiment's own statements.
+
+        Args:
+          candidate: the candidate.
+          header: lines of a comment at the top.
+        """
         return changes.file(self.bindings(candidate), header=header)
 
 

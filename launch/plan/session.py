@@ -39,7 +39,8 @@ def _plan(args: argparse.Namespace) -> int:
     """Plans each phase, and prints the plans.
 
     Returns:
-      0; 1 if no layout fits a phase, or no phase can be planned; 130 after Ctrl-C, which prints the results so far.
+      0; 1 if no layout fits one of the phases or any of several slices, or no phase can be planned; 130 after Ctrl-C,
+      which prints the results so far.
 
     Raises:
       UserError: the experiment has a mistake, or several phases where the arguments need one.
@@ -75,7 +76,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_one(args: argparse.Namespace) -> int:
-    """Plans one phase, or an experiment without phases; returns as `_plan`."""
+    """Plans one phase, or an experiment without phases; returns an exit code as `_plan`."""
     question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch_size)
     options = search.options(question, only=args.only)
     possible = [one for one in options if not one.reason]
@@ -150,10 +151,7 @@ class _Session:
         return None if self._is_fresh else self.store.find(one.text)
 
     def look_up(self) -> None:
-        """Takes existing records in order, until enough candidates fit or may fit.
-
-        A candidate without a record may fit.
-        """
+        """Takes existing records in order, until those that fit and the candidates without a record are enough."""
         missing: list[Option] = []
         while self._left and self._still_wanted() > len(missing):
             one = self._left.pop(0)
@@ -164,7 +162,7 @@ class _Session:
         self._left = [*missing, *self._left]
 
     def compile_missing(self) -> None:
-        """Compiles until enough candidates fit, or none are left. Raises UserError if the cache cannot be written."""
+        """Compiles candidates until enough fit or none are left. Raises UserError if the cache cannot be written."""
         if self._still_wanted() <= 0 or not self._left:
             return
         try:
@@ -228,9 +226,9 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
 
 
 def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Option]:
-    """Returns the candidates; those that did not fit when they were compiled earlier are marked as rejected.
+    """Returns the candidates; those that did not fit when they were compiled earlier have that as their reason.
 
-    Only as many records are looked up as the table needs rows.
+    Records are looked up only until the table has enough rows.
     """
     found, shown = list(options), 0
     for i, one in enumerate(options):
@@ -283,7 +281,7 @@ def _compiler_warnings(found: search.Compiled) -> list[str]:
 
 
 def _provenance(found: search.Compiled) -> list[str]:
-    """Returns a note about the shipped records in use: their revisions, and whether sources have changed since."""
+    """Returns a note about committed records in use: their revisions, and whether sources have changed; else []."""
     committed = [record for _, record in found if record.is_committed]
     if not committed:
         return []

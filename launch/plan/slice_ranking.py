@@ -37,13 +37,13 @@ class Choice:
 
     @property
     def chip_hours(self) -> Range:
-        """The chip-hours of the whole run."""
+        """The chip-hours of the whole run: the least and the most that are expected."""
         fast, slow = self.best.hours
         return fast * self.best.slice.chips, slow * self.best.slice.chips
 
     @property
     def dollars(self) -> Range | None:
-        """The US dollars of the whole run; None without a price."""
+        """The US dollars of the whole run: the least and the most that are expected; None without a price."""
         if self.price is None:
             return None
         fast, slow = self.chip_hours
@@ -80,7 +80,7 @@ def names(text: str) -> list[str]:
 
 
 def prices(text: str) -> list[float]:
-    """An argparse type: US dollars per chip-hour, one price or several separated by commas, each above 0.
+    """Converts an argument to prices in US dollars per chip-hour: numbers above 0, separated by commas.
 
     Raises ArgumentTypeError for other text.
     """
@@ -107,14 +107,14 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
     Args:
       args: the command's arguments.
       names: the names of the slices.
-      plan: returns the best layout of a slice, or why there is none.
+      plan: returns the best layout of a slice, or why there is none; its UserError is printed as the reason.
       label: a sentence below the table: the source and known error of predictions.
 
     Returns:
-      0; 1 if the experiment fits no slice; 130 after Ctrl-C, which prints the slices so far.
+      0; 1 if no slice has a layout that fits; 130 after Ctrl-C, which prints the slices so far.
 
     Raises:
-      UserError: the configuration has a mistake on one of the slices.
+      UserError: the configuration has a mistake with one of the slices.
     """
     given = args.price or [None]
     questions = [
@@ -157,7 +157,7 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
 
 
 def _cheapest(choices: Sequence[Choice]) -> list[str]:
-    """Returns a line about the cheapest slice if prices are known and it is not the fastest; otherwise []."""
+    """Returns a line about the cheapest slice if prices are known and it is not the first of `choices`; else []."""
     priced = [(one.dollars, one) for one in choices if one.dollars is not None]
     if not priced:
         return []

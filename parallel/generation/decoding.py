@@ -3,9 +3,9 @@
 All rows fill the same slots: prompts end in the same slot, and shorter ones begin with empty slots (`padding`). An
 entry of the cache is then written for all rows at once.
 
-Parameters are held layer by layer, and the program that adds tokens has no loop over layers: a loop would copy the
-weights of each layer out of the stacked array before it multiplies with them. If the strategy's table shards the
-layers, they stay stacked.
+Parameters are held layer by layer, and the programs have no loop over layers: a loop would copy the weights of each
+layer out of the stacked array before it multiplies with them. Parameters stay stacked if the model has no cache, or if
+it is large and the strategy's table shards its layers. Without a cache, a loop runs the layers.
 
 B rows, S slots of the cache, C slots of a chunk, V vocabulary.
 """
@@ -31,14 +31,14 @@ _POSITIONS = ("length", "residual_length", "kv_length")  # of one token, which i
 
 
 class State(NamedTuple):
-    """Rows between two calls.
+    """The state of all rows between two calls.
 
     Attributes:
-      cache: cache of the model.
+      cache: the model's cache.
       logits: logits of the next token, [B, V].
-      slot: the next slot, [].
-      padding: empty slots before each row, [B].
-      ended: whether a row has ended, [B].
+      slot: number of the next slot to fill, [].
+      padding: number of empty slots before each row, [B].
+      ended: whether each row has ended, [B].
     """
 
     cache: Any
@@ -52,12 +52,12 @@ NEW, STOP, NONE = range(3)  # an id was added; a stop id ended the row; the row 
 
 
 class Drawn(NamedTuple):
-    """The ids that a call generated.
+    """The ids that a call drew; all fields have the same shape.
 
     Attributes:
       ids: [N, B], N tokens of each row (`Decoder.most_tokens`); [B] from `next_ids`.
-      log_probabilities: of each id, in the shape of `ids`.
-      fate: in this shape: NEW for an id that was added, STOP where a stop id ended the row, NONE after that.
+      log_probabilities: log-probability of each id.
+      fate: NEW for an id that was added, STOP for a stop id that ended the row, NONE if there is no id.
     """
 
     ids: jax.Array
@@ -70,7 +70,7 @@ class Decoder:
 
     Attributes:
       model: the model if generation extends its cache, otherwise `Recomputing` around it.
-      fixed_length: the only number of slots; None: any.
+      fixed_length: the number of slots that a cache must have; None: any.
       most_tokens: the largest number of tokens that a call of `decode` adds to a row.
     """
 
@@ -107,7 +107,7 @@ class Decoder:
 
     @property
     def layouts(self) -> Any:
-        """Shardings of the parameters, as `laid_out` returns them."""
+        """Tree of the shardings of the parameters that `laid_out` returns."""
 
         def of_each(apart: bool, layout: NamedSharding, leaf: jax.ShapeDtypeStruct) -> Any:
             if not apart:
@@ -117,7 +117,10 @@ class Decoder:
         return jax.tree.map(of_each, self._apart, self._layouts, self._program.abstract_state.params)
 
     def laid_out(self, params: Params) -> Params:
-        """Casts the parameters (see `dtypes`), separates the layers, and copies small models to every chip."""
+        """Returns the parameters for generation: in the dtypes of `dtypes`, small models copied to every chip.
+
+        Where the module's docstring says so, a stacked parameter becomes a tuple of one array per layer.
+        """
         with self.tracing():
             return self._laid_out(params)
 
@@ -147,18 +150,24 @@ class Decoder:
         """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
 
         Args:
-          params: the parameters.
+          params: from `laid_out`.
           cache: the cache before the chunk.
-          ids: [B, T] int32: the ids of the chunk.
+          ids: [B, C] int32: the ids of the chunk.
           start: scalar: the slot of its first id.
           padding: [B]: the number of empty slots at the left of each row.
-          *inserted: nothing, or what `extend` of `models.decoder.transformer.Transformer` takes.
+          *inserted: nothing, or one pair: vectors [B, C, D], and booleans [B, C] that are true where a vector takes the
+            place of an embedded id.
         """
         with self.tracing():
             return self._prefill(params, cache, ids, start, padding, *inserted)
 
     def abstract(self, rows: int, slots: int) -> tuple[Params, Any]:
-        """Returns shapes and shardings of the parameters, as `laid_out` returns them, and of a cache of this size."""
+        """Returns shapes and shardings of the parameters that `laid_out` returns, and of a cache.
+
+        Args:
+          rows: B.
+          slots: S.
+        """
         with self.tracing():
             params = jax.eval_shape(self._cast, self._program.abstract_state.params)
             empty = functools.partial(self.model.empty_cache, rows, slots)
@@ -203,14 +212,14 @@ class Decoder:
         return self.model.extend(self._stacked(params), cache, ids, start, padding, *inserted)
 
     def decode(self, params: Params, state: State, key: jax.Array, rows: jax.Array, count: jax.Array, **static: Any):
-        """Adds up to `count` tokens to every row, fewer if all rows end; the state is donated.
+        """Adds up to `count` tokens to every row, fewer if it ends; the state is donated.
 
         Args:
           params: from `laid_out`.
-          state: from the last call.
-          key: random key of the seed.
-          rows: number of each row for the draws, [B].
-          count: at most STEPS, [].
+          state: from the last call, or the state after the prompts.
+          key: random key.
+          rows: a number for each row, [B], from which its draws have their random keys (`sampling.draw`).
+          count: number of tokens, at most STEPS, [].
           **static: `sampling`, `stop_ids` and `num_ids`, see `parallel.generation.generating.Generator.generate`.
 
         Returns:
@@ -250,7 +259,7 @@ class Decoder:
 
 
 def extends_cache(model: Any) -> bool:
-    """Returns whether generation extends a cache of the model, instead of computing all its logits again."""
+    """Returns whether generation uses the model's own cache, instead of running all ids again for each token."""
     return can(model, ExtendsCache) and not wrappers.is_outside(model, "logits", "extend")
 
 
@@ -267,14 +276,14 @@ def next_ids(
 
     Args:
       state: the rows, with the logits of the next id.
-      key: random key of the seed.
-      rows: number of each row for the draws, [B].
+      key: random key.
+      rows: a number for each row, [B], from which its draws have their random keys (`sampling.draw`).
       sampling: how ids are drawn from the logits.
       stop_ids: ids that end a row.
-      num_ids: ids from this one on are not drawn; None: all may be.
+      num_ids: only ids below this are drawn; None: all.
 
     Returns:
-      What was drawn, [B] each, and which rows have ended then, [B].
+      What was drawn, and for each row whether it has ended now, [B].
     """
     possible = state.logits
     if num_ids is not None:
@@ -290,7 +299,8 @@ def next_ids(
 def dtypes(program: Program) -> Params:
     """Returns the dtype of each parameter in generation.
 
-    Matrices and embeddings have the compute dtype, others the stored dtype.
+    For matrices and embeddings it is the dtype that the model computes in (float32 if it has no choice of one); for
+    others, the stored dtype.
     """
     computed = program.model.dtype if can(program.model, ChoosesDtype) else "float32"
     return jax.tree.map(
@@ -309,7 +319,10 @@ def _layouts(lowered: Any) -> Any:
 
 
 class Recomputing:
-    """Gives a model without a cache the methods of one: the cache holds ids, and each call runs all of them again."""
+    """Gives the methods `empty_cache` and `extend` to a model without a KV cache.
+
+    Here the cache consists of ids, and each call runs the model on all of them.
+    """
 
     def __init__(self, program: Program):
         self._program = program
@@ -321,9 +334,16 @@ class Recomputing:
     def extend(
         self, params: Params, cache: jax.Array, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds the ids to the cache and runs all of them; returns the logits after the last, [B, V], and the cache.
+        """Adds ids to the cache and runs all of its ids; returns the logits after the last, [B, V], and the cache.
 
-        For the model, each row begins at its first id: it need not know of empty positions.
+        Empty slots are moved behind the ids of a row, so that a causal model is not affected by them.
+
+        Args:
+          params: the model's parameters.
+          cache: ids, [B, S].
+          ids: the new ids, [B, C].
+          start: the slot of the first new id, [].
+          padding: number of empty slots before each row, [B].
         """
         cache = jax.lax.dynamic_update_slice_in_dim(cache, ids, start, axis=1)
         places = (jnp.arange(cache.shape[1]) + padding[:, None]) % cache.shape[1]
@@ -334,7 +354,7 @@ class Recomputing:
 
 
 def text_batch(spec: BatchSpec, ids: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns a batch with the inputs `ids`, [B, T], one segment per row; other fields, such as images, are zero."""
+    """Returns a batch with the inputs `ids`, [B, T], one segment per row; targets and other fields of `spec` are 0."""
     shapes = batch_shapes(spec, rows=ids.shape[0])
     others = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
     text = {

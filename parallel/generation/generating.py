@@ -1,8 +1,8 @@
 """Continues prompts with a model: prefill in chunks, then tokens for all rows at a time, from a cache.
 
-Rows may have prompts of different lengths and end independently. A token is drawn with a key of (seed, row, position),
-so that it does not depend on the layout, on the other rows, or on the chunks. No pipeline runs: under a strategy with
-one, every chip runs all layers.
+Rows may have prompts of different lengths and end independently. The random key of a draw depends on seed, row and
+position alone, not on the layout, the other rows, or the chunks. There is no pipeline: under a strategy with one, every
+chip runs all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ class Continuation(NamedTuple):
     """The continuation of a prompt.
 
     Attributes:
-      ids: the new ids, without the one that ended it.
+      ids: the new ids, without the stop id that ended it.
       log_probabilities: log-probability of each id, by the model itself (at temperature 1, over all tokens).
-      ended: whether a stop id ended it, rather than the limit.
+      ended: whether a stop id ended it.
     """
 
     ids: list[int]
@@ -72,7 +72,7 @@ class Generator:
         self._steps = max(1, min(self._decoder.most_tokens, _BYTES_PER_CALL // size))
 
     def update(self, params: Params | None) -> None:
-        """Takes other parameters of the same layout; None frees the memory of the last ones."""
+        """Replaces the parameters by others of the same layout; None only frees the memory of the last ones."""
         self._params: Any = None if params is None else self._decoder.laid_out(params)
 
     def generate(
@@ -96,12 +96,14 @@ class Generator:
           max_tokens: largest number of new ids per row.
           sampling: how tokens are drawn.
           seed: seed of the draws.
-          first_row: number of the first prompt in the draws; prompts of several calls then have draws of their own.
+          first_row: number of the first prompt, from which its draws have their random keys. With other numbers, other
+            calls draw independently.
           stop_ids: ids that end a row.
           num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
-          slots: number of slots of the cache, if more than needed: calls of different lengths then share programs.
-          vectors: what takes the place of embedded ids in each prompt; empty: nothing, as for a model whose `extend`
-            does not take them.
+          slots: least number of slots of the cache, so that calls of different lengths share programs; None: as many as
+            needed. Not used for a model without a cache.
+          vectors: for each prompt, what takes the place of embedded ids, or None. Empty if no prompt has any; a model
+            whose `extend` does not take vectors needs that.
           on_tokens: called for each position with the new id of every row, None for rows that have ended. If it returns
             True, only the tokens that are already being generated follow.
 
@@ -125,7 +127,7 @@ class Generator:
         return found
 
     def check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-        """Raises UserError for prompts that this model cannot continue with `max_tokens` ids, as `check_prompts`."""
+        """Raises UserError if the model cannot continue the prompts with `max_tokens` ids; see `check_prompts`."""
         check_prompts(self._program, prompts, max_tokens=max_tokens)
 
     @property
@@ -166,9 +168,9 @@ class Generator:
 def _inserted(
     vectors: Sequence[Vectors | None], padding: np.ndarray, start: int, chunk: int
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Returns the arguments by which `extend` gets the vectors of a chunk; () if there are none in any prompt.
+    """Returns the arguments by which `extend` gets the vectors of a chunk; () if no prompt has any.
 
-    It is one pair: the vectors [B, C, D], and the booleans [B, C] that say which ids they replace.
+    It is one pair: vectors [B, C, D], and booleans [B, C], true where a vector takes the place of an embedded id.
     """
     if not (width := next((one.values.shape[1] for one in vectors if one is not None), 0)):
         return ()
@@ -182,7 +184,7 @@ def _inserted(
 
 
 def _laid_out(rows: jax.sharding.Sharding, *arrays: np.ndarray | np.int32) -> list[jax.Array]:
-    """Shards values as a call of `decode` returns them, so that its second call does not compile another program."""
+    """Shards values [B] and scalars as `decode` returns them, so that its second call compiles no other program."""
     if not isinstance(rows, NamedSharding):
         return [jnp.asarray(array) for array in arrays]
     axes = rows.spec[:1]
@@ -225,7 +227,7 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
 
 
 def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[int | None]], bool | None]) -> bool:
-    """Adds the results of a call to the continuations; returns whether the call was the last."""
+    """Adds the results of a call to the continuations; returns whether no further call is needed."""
     is_enough = False
     for ids, log_p, fate in zip(*map(np.asarray, jax.device_get(drawn)), strict=True):
         if all(fate[: len(found)] == NONE):

@@ -1,8 +1,8 @@
 """Generation on one CPU: the layers run in several calls, and calls of equal layers share one compiled program.
 
-One program of all layers of a large model takes most of a minute to compile on a CPU, which is long for a short answer.
-Here each token takes a call before the layers, one for every few layers, and one after them. A call reads so many
-weights that calling it costs little, and weights are not copied.
+One program of all layers of a large model takes long to compile on a CPU, compared with a short answer. Here each token
+takes a call before the layers, one for every few layers, and one after them. A call has so many layers that their
+weights take longer to read than the call costs.
 """
 
 import contextlib
@@ -24,10 +24,11 @@ CALL_BYTES = 2**25  # of parameters that a call reads, at least: some millisecon
 
 
 class Held(NamedTuple):
-    """Parameters for generation.
+    """Parameters for generation, in trees with the structure of the model's parameters.
 
     Attributes:
-      layers: for each call, the parameters of its layers, each a tuple of one array per layer; None for the others.
+      layers: one tree for each call: in place of a stacked parameter a tuple of one array per layer of the call; None
+        for other parameters.
       others: the parameters that belong to no layer; None for those of layers.
     """
 
@@ -39,8 +40,8 @@ class LayerwiseDecoder:
     """The programs of one model on one CPU, with the methods that `Decoder` has for generation.
 
     Attributes:
-      model: with the abilities ExtendsCache and ExtendsLayers.
-      fixed_length: None: any number of slots.
+      model: the model, which implements ExtendsCache and ExtendsLayers.
+      fixed_length: None, because a cache may have any number of slots.
       most_tokens: the number of tokens that a call of `decode` adds to a row.
     """
 
@@ -48,7 +49,7 @@ class LayerwiseDecoder:
     most_tokens = 1
 
     def __init__(self, program: Program):
-        """Takes model and layout of a program that `suits`."""
+        """Takes model and layout of a program for which `suits` is true."""
         self.model: Any
         self.model = program.model
         self._program = program
@@ -66,7 +67,7 @@ class LayerwiseDecoder:
             yield
 
     def laid_out(self, params: Params) -> Held:
-        """Casts the parameters (see `decoding.dtypes`), and separates the layers."""
+        """Returns the parameters in the dtypes of `decoding.dtypes`, with the layers separated."""
         dtypes = decoding.dtypes(self._program)
 
         def of_call(first: int, last: int) -> Params:
@@ -98,12 +99,13 @@ class LayerwiseDecoder:
         """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
 
         Args:
-          params: the parameters.
+          params: from `laid_out`.
           cache: the cache before the chunk.
           ids: [B, T] int32: the ids of the chunk.
           start: scalar: the slot of its first id.
           padding: [B]: the number of empty slots at the left of each row.
-          *inserted: nothing, or what `extend` of `models.decoder.transformer.Transformer` takes.
+          *inserted: nothing, or one pair: vectors [B, T, D], and booleans [B, T] that are true where a vector takes the
+            place of an embedded id.
         """
         with self.tracing():
             before = self._before(params.others, cache[self.model.num_layers :], ids, start, padding, *inserted)
@@ -112,12 +114,12 @@ class LayerwiseDecoder:
     def decode(
         self, params: Held, state: State, key: jax.Array, rows: jax.Array, count: jax.Array, **static: Any
     ) -> tuple[State, Drawn]:
-        """Adds one token to every row that has not ended; the state is donated.
+        """Draws one token for every row; the state is donated. Returns the new state and what was drawn.
 
         Args:
           params: from `laid_out`.
           state, key, rows, **static: as in `Decoder.decode`.
-          count: not used; one token is added.
+          count: not used; one token is drawn.
         """
         del count
         others = state.cache[self.model.num_layers :]
@@ -153,7 +155,7 @@ class LayerwiseDecoder:
 
 
 def suits(program: Program) -> bool:
-    """Returns whether the layers of a model should run in several calls: on one CPU, if they are large or many."""
+    """Returns whether layers should run in several calls: on one CPU device, if the model allows it and is large."""
     devices, model = program.partitioner.mesh.devices.flat, program.model
     if len(devices) > 1 or devices[0].platform != "cpu" or not (can(model, ExtendsCache) and can(model, ExtendsLayers)):
         return False
@@ -164,9 +166,10 @@ def suits(program: Program) -> bool:
 
 
 def _calls(program: Program) -> list[tuple[int, int]]:
-    """Returns the first layer of each call, and the one after its last.
+    """Returns for each call the number of its first layer, and that of its last layer plus 1.
 
-    Of the layers that repeat, and of those before them, all calls but the last have equal layers.
+    Layers with parameters of their own at the beginning of a stack (`core.stack.First`) and those that repeat are in
+    different calls. All calls of either kind, except the last, have equally many layers.
     """
     model: Any = program.model
     specs, shapes = map(jax.tree.leaves, (program.param_specs, program.abstract_state.params))
@@ -188,7 +191,7 @@ def _calls(program: Program) -> list[tuple[int, int]]:
 
 
 def _range(spec: Any, model: Any) -> tuple[int, int]:
-    """Returns the first of the layers that have a parameter, and the one after the last; (0, 0) for others."""
+    """Returns the first of the layers that a stacked parameter is of, and the last plus 1; (0, 0) for others."""
     if not logical.is_stacked(spec.axes):
         return 0, 0
     first = model.num_first_layers

@@ -2,8 +2,8 @@
 
     log p(continuation | context) = sum over t of log softmax(logits[t])[id[t + 1]], t + 1 in the continuation
 
-Rows are sorted by length and padded at their ends to few lengths, so that few programs are compiled. No pipeline runs:
-under a strategy with one, every chip runs all layers.
+Rows are sorted by length and padded at their ends to few lengths, so that few programs are compiled. There is no
+pipeline: under a strategy with one, every chip runs all layers.
 
 B rows, T positions, V vocabulary.
 """
@@ -35,7 +35,7 @@ class Likelihood(NamedTuple):
 
     Attributes:
       log_likelihood: sum of the log-probabilities of its ids, in nats.
-      is_greedy: whether each id is the most likely one.
+      is_greedy: whether each of its ids is the most likely one after those before it.
     """
 
     log_likelihood: float
@@ -46,7 +46,7 @@ class Scorer:
     """Computes log-likelihoods with a model; its program is compiled once for each shape (padded length and rows).
 
     Attributes:
-      max_length: the largest number of positions of a row.
+      max_length: the largest number of positions of a row: all ids of a pair but the last.
     """
 
     def __init__(self, program: Program, params: Params):
@@ -78,10 +78,10 @@ class Scorer:
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
         """Returns the likelihood of each continuation; a pair has the ids of a context and of its continuation.
 
-        If a row is longer than `max_length`, the beginning of its context is left out.
+        If a pair has more than `max_length` positions, the beginning of its context is left out.
 
         Raises:
-          UserError: an empty context, or a continuation that is empty or longer than the limit.
+          UserError: a context is empty, or a continuation is empty or has more than `max_length` ids.
         """
         for number, (context, continuation) in enumerate(pairs, 1):
             if not context or not 1 <= len(continuation) <= self.max_length:
@@ -116,7 +116,7 @@ class Scorer:
         return length
 
     def _rows(self, length: int) -> int:
-        """Returns the rows of a batch: a power of two for each shard of rows, or 1."""
+        """Returns the rows of a batch: for each shard of rows a power of two, the largest that _LOGITS_BYTES allows."""
         size = self._model.vocab_size if can(self._model, HasVocabulary) else 1
         most = max(1, _LOGITS_BYTES // (4 * length * size))
         return self._row_shards * 2 ** (most.bit_length() - 1)
@@ -134,12 +134,12 @@ class Scorer:
     def _scored_sums(
         self, params: Params, ids: jax.Array, begin: jax.Array, end: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the sum of log-probabilities and whether all ids are the most likely ones, [B] each.
+        """Returns the sum of log-probabilities of the scored ids, and whether all are the most likely ones, [B] each.
 
         Args:
           params: the parameters.
           ids: [B, T + 1].
-          begin, end: [B]; the positions from begin to before end are scored.
+          begin, end: [B]; positions from `begin` to `end` - 1 are scored, each on predicting the next id.
         """
         targets, positions = ids[:, 1:], jnp.arange(ids.shape[1] - 1)
         logits = self._model.logits(params, text_batch(self._program.spec, ids[:, :-1])).astype(jnp.float32)

@@ -12,14 +12,15 @@ MASKED = -1e30
 
 
 class Sampling(NamedTuple):
-    """The parameters with which tokens are drawn.
+    """How tokens are drawn.
 
     Attributes:
-      temperature: divides the logits; 0 takes the most likely token.
+      temperature: divides the logits; 0 takes the most likely token, whatever the other values are.
       top_k: draws from this many of the most likely tokens; 0: from all.
-      top_p: draws from the most likely tokens that together have this probability (Holtzman et al. 2020); 1: from all.
-      min_p: draws from tokens with at least this fraction, from 0 to 1, of the largest probability (Nguyen et al.
-        2024); 0: from all.
+      top_p: of these, draws from the most likely ones that together reach this probability (Holtzman et al. 2020); 1:
+        from all.
+      min_p: of these, draws from tokens with at least this fraction, from 0 to 1, of the largest probability (Nguyen et
+        al. 2024); 0: from all.
     """
 
     temperature: float = 1.0
@@ -36,12 +37,12 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Arra
 
     Args:
       logits: [B, V], float32.
-      key: random key of the seed.
-      rows, positions: [B], int32; a draw depends only on these, the key and the row's logits.
+      key: random key.
+      rows, positions: [B], int32: two numbers for each row that, with `key`, make the random key of its draw.
       sampling: how to draw.
 
     Returns:
-      [B], int32.
+      Ids [B], int32.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -51,7 +52,7 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Arra
 
 
 def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns logits [B, V] with MASKED in place of tokens that may not be drawn; the most likely one always may."""
+    """Returns logits [B, V] with MASKED in place of those of tokens that `sampling` excludes; the largest is kept."""
     if sampling.top_k:
         ordered = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[1]))[0]  # [B, top_k]
         least = ordered[:, -1]

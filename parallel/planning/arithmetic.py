@@ -1,16 +1,17 @@
-"""Estimates a chip's HBM and time per step for a layout by arithmetic, in a millisecond and without a compiler.
+"""Estimates a chip's HBM and time per step for a layout by arithmetic, without a compiler.
 
-State is exact: bytes of the shapes divided by the degrees of a table. The rest is a model, good enough to choose which
-layouts to compile. Wherever its figures are printed, they are labeled as arithmetic:
+Parameters and optimizer state are counted from their shapes and the strategy's tables. The rest is a model, good enough
+to choose which layouts to compile. Printed figures are labeled as arithmetic:
 
-    peak        state + the larger of    the end of the forward pass: kept activations, logits with their gradient,
-                                         accumulated gradients
-                                         the backward pass of a layer: kept activations, gradients, weights gathered
-                                         for two layers, and what one layer computes
-    compute     FLOPs of matrix products including recomputation and pipeline bubbles / 80 % of peak
-    traffic     every weight gathered for each of both passes, gradients reduced (those of an embedding's rows moved to
-                where the table is stored), sums over tensor parallel products, keys and values over sequence,
-                activations over stages / the links of their mesh axes
+    peak        state, batch and activations that layers save, and the larger of
+                  at the end of the forward pass: logits with their gradient, other arrays that the backward pass needs,
+                    accumulated gradients, and in a pipeline the gathered weights
+                  in the backward pass of a layer: gradients, gathered weights, and what one layer computes
+    compute     FLOPs of matrix products, with recomputation and pipeline bubbles / 80 % of the chip's peak,
+                plus the time to read and write the state once
+    kernels     FLOPs of Pallas kernels, such as attention / 40 % of the chip's peak
+    traffic     gathers of weights, reductions of gradients, sums of tensor parallel products, keys and values between
+                chips that share a row, activations between stages / the bandwidth of their mesh axes
 
 `docs/results/arithmetic.md` compares it with the compiler's figures.
 """
@@ -52,7 +53,7 @@ class Estimate(NamedTuple):
       hbm: bytes of HBM in use at the peak, by kind.
       time: time of the step.
       bubble: share of a pipeline's time in bubbles or on layers of padding; 0 without a pipeline.
-      host_bytes: bytes that a chip keeps in the memory of its host.
+      host_bytes: bytes of activations that a chip keeps in the memory of its host.
     """
 
     hbm: Mapping[str, float]
@@ -62,7 +63,7 @@ class Estimate(NamedTuple):
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes at the peak."""
+        """Bytes of HBM in use at the peak."""
         return sum(self.hbm.values())
 
 
@@ -100,7 +101,7 @@ def place(program: Program) -> tuple[ShardedState, Step]:
 
 
 def _work(sharded: ShardedState, step: Step) -> Work:
-    """Returns the work of a step for one row."""
+    """Returns the work of a step for one row; in a pipeline with padding, and the second forward pass of stages."""
     trace, schedule = sharded.trace, sharded.tables.pipeline
     work = trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
     if schedule is None:
@@ -114,7 +115,10 @@ def _work(sharded: ShardedState, step: Step) -> Work:
 
 
 def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, float]:
-    """Returns the FLOPs of a chip's products, and of its kernels, in a step; bubbles of a pipeline compute layers."""
+    """Returns the FLOPs of a chip's matrix products in a step, and those of its kernels.
+
+    The bubbles of a pipeline are included, because chips compute meaningless values in them.
+    """
     schedule, rows = sharded.tables.pipeline, step.batch_size / sharded.trace.slice.devices
     if schedule is None:
         return work.flops * rows, work.kernel_flops * rows
@@ -156,7 +160,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
 
 
 def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
-    """Returns bytes saved for the backward pass: the total of arrays saved by loops, and each array outside loops."""
+    """Returns bytes in HBM that wait for the backward pass: those of loops in total, and those of each other array."""
     schedule = sharded.tables.pipeline
     others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1 and not k.on_host]
     if schedule is None:
@@ -179,7 +183,10 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
 
 
 def _waiting(sharded: ShardedState, rows: float) -> float:
-    """Returns the bytes kept for gradients of matrices: those that are saved if no product is computed again."""
+    """Returns the bytes that zero-bubble keeps for the gradients of matrices.
+
+    They are what the layers save if the backward pass recomputes no matrix product.
+    """
     works = sharded.trace.works.values()
     least = min(work.flops for work in works)
     products = min((work for work in works if work.flops <= 1.01 * least), key=lambda work: work.row_bytes)
@@ -187,9 +194,9 @@ def _waiting(sharded: ShardedState, rows: float) -> float:
 
 
 def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[float]) -> float:
-    """Returns the bytes of what is kept outside of loops, with the gradient of its largest array, usually the logits.
+    """Returns the bytes of arrays saved outside of loops, and of the gradient of the largest, usually the logits.
 
-    If logits are computed in chunks, those of one chunk count, and their gradient in half as many bytes.
+    If the loss is computed in chunks, the logits of one chunk count, with a gradient of half their bytes.
     """
     sizes = [_kept_bytes(sharded, k, rows) for k in work.kept if k.has_rows and "vocab" in k.axes.names]
     largest = max(sizes, default=0.0)
@@ -203,7 +210,10 @@ def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[flo
 
 
 def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
-    """Returns the bytes per chip of a saved array; weights count as sharded if they are gathered again."""
+    """Returns the bytes per chip of a saved array, with `rows` rows if it has rows.
+
+    An array without rows, such as a weight, is sharded as stored if `gathers_again`, and as computed otherwise.
+    """
     as_computed = kept.has_rows or not gathers_again
     table = sharded.tables.activation_rules if as_computed else sharded.tables.param_rules
     pieces = sharded.shards([name for name in kept.axes.names if name not in logical.STACKED], table)
@@ -211,19 +221,19 @@ def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again
 
 
 def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
-    """Returns the bytes of these rows that a chip sends to the memory of its host."""
+    """Returns the bytes that a chip saves in the memory of its host for a batch of `rows` rows."""
     stages = sharded.shape["stage"] if sharded.tables.pipeline else 1
     return sum(_kept_bytes(sharded, kept, rows) for kept in work.kept if kept.on_host) * sharded.padding / stages
 
 
 def _one_layer(sharded: ShardedState, rows: float) -> float:
-    """Returns the bytes of the arrays that one layer computes in its backward pass."""
+    """Estimates the bytes that the backward pass of a layer computes: what the layer saves if `remat` saves most."""
     everything = max(sharded.trace.works.values(), key=lambda work: work.row_bytes)
     return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.of_loops)
 
 
 def _full(trace: ModelTrace) -> Work:
-    """Returns the work of the choice of `remat` that keeps least."""
+    """Returns the work with the choice of `remat` that saves the fewest bytes per row."""
     return min(trace.works.values(), key=lambda work: work.row_bytes)
 
 
@@ -240,10 +250,9 @@ def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
 
 
 def _moved(sharded: ShardedState, step: Step, work: Work) -> float:
-    """Returns bytes of HBM that a pipeline moves besides what products read and write.
+    """Returns bytes of HBM that a pipeline reads and writes besides those of products: saved values, sums of gradients.
 
-    These are saved values, and sums of gradients every tick. Without a pipeline 0: PRODUCT_SHARE_OF_PEAK then includes
-    the HBM traffic that products do not hide.
+    Returns 0 without a pipeline: PRODUCT_SHARE_OF_PEAK then allows for HBM traffic that products do not hide.
     """
     schedule, stages = sharded.tables.pipeline, sharded.shape["stage"]
     if schedule is None:
@@ -282,7 +291,7 @@ _Sent = Iterator[tuple[Collection[str], float]]
 
 
 def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
-    """Yields gathers of parameters and reductions of their gradients."""
+    """Yields gathers of parameters and reductions of their gradients; also moves of a pipeline's layers, if padded."""
     table, used = sharded.tables.param_rules, sharded.tables.activation_rules
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
     for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):
@@ -316,13 +325,13 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
 
 
 def _all_reduce(sharded: ShardedState, axes: Collection[str]) -> float:
-    """Returns how many times its size an array crosses a chip's links to be summed over mesh axes."""
+    """Returns the bytes that a chip sends to sum an array over mesh axes, as a multiple of the array's bytes."""
     n = sharded.degree(axes)
     return 2 * (n - 1) / n
 
 
 def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
-    """Returns whether gradients are sent per looked-up row; otherwise the gradient of the whole table is reduced."""
+    """Returns whether an embedding's gradient is sent per looked-up row; if not, that of the whole table is reduced."""
     if sharded.tables.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
     split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in _LOOKED_UP]
@@ -331,10 +340,10 @@ def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
 
 
 def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
-    """Yields gradients of the rows of an embedding (`models.derivatives.embedded`).
+    """Yields the traffic of an embedding's gradient that is sent per looked-up row (`models.derivatives.embedded`).
 
-    An all-to-all over each mesh axis that stores columns, a gather over those that store rows of the table and split
-    the positions, and a sum of the stored pieces in float32 over what is left.
+    Of the mesh axes that shard the positions of a batch, those that also shard the table's columns exchange them in an
+    all-to-all; those that also shard its vocabulary gather; over the others, pieces of the table are summed.
     """
     split = mesh_axes(_LOOKUP_ROWS, sharded.tables.activation_rules)
     vocab, columns = (mesh_axes([name], sharded.tables.param_rules) for name in _LOOKED_UP)
@@ -352,7 +361,7 @@ def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
 
 
 def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
-    """Yields sums over tensor parallel products, keys and values over sequence, rows over stages."""
+    """Yields sums of tensor parallel products, keys and values between chips that share a row, rows between stages."""
     used, trace, schedule = sharded.tables.activation_rules, sharded.trace, sharded.tables.pipeline
     rows = step.batch_size / sharded.shards(["batch"], used) / sharded.shape["stage"]
     pieces = sharded.shards(["length"], used)
@@ -371,7 +380,7 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
 
 
 def check_fits(found: Estimate, slice: Slice) -> None:
-    """Raises Refused if the estimate exceeds a chip's HBM beyond the likely error, or its share of host memory."""
+    """Raises Refused if the estimate exceeds REFUSED_FROM x a chip's usable HBM, or its share of the host's memory."""
     of_host = slice.chip.host_memory_bytes
     if found.host_bytes > of_host:
         raise Refused(

@@ -1,9 +1,9 @@
 """Reads the compiler's buffer assignment and attributes the HBM in use at the peak to values.
 
-`xla_dump_to` writes two files: the location of each value (`…buffer-assignment.txt`) and the instructions between
-which it is live (`…live-range.txt`). Values share memory, one after another and as aliases, so their sizes cannot be
-added up. Instead the occupied bytes are measured at each instruction, and at the peak each byte is attributed to one
-value.
+Two of the files that `xla_dump_to` writes are read: the locations of values (`…buffer-assignment.txt`), and the
+instructions between which each is live (`…live-range.txt`). Values share memory, one after another and as aliases, so
+their sizes cannot be added up. Instead the bytes that temporaries occupy are measured at each instruction, and at the
+peak each byte is attributed to one of them. Lines of the first file:
 
     allocation 215: size 2510701056, preallocated-temp:
      value: <2750 fusion.18 @0> (size=1441792,offset=201719808): bf16[1,256,2816]{2,1,0:T(8,128)(2,1)}
@@ -28,13 +28,14 @@ _LIVES = re.compile(r"\s+(?P<name>[\w.\-]+)(?P<index>\{[\d,]*\}):(?P<first>\d+)-
 
 
 class Value(NamedTuple):
-    """A value in HBM.
+    """A temporary value in HBM.
 
     Attributes:
-      name: the instruction that makes it.
+      name: name of the instruction that makes it.
       array: its shape and dtype; None for a tuple of pointers.
-      size, offset: bytes, in the memory of temporaries.
-      first, last: the first and last instruction during which it is live.
+      size: bytes.
+      offset: bytes from the beginning of the memory of temporaries.
+      first, last: numbers of the first and last instruction during which it is live.
     """
 
     name: str
@@ -46,11 +47,11 @@ class Value(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The contents of HBM.
+    """The arguments and temporaries of a program in HBM.
 
     Attributes:
       arguments: bytes of each argument, by number of the entry parameter.
-      values: the temporaries.
+      values: the temporaries that have a live range.
     """
 
     arguments: dict[int, int]
@@ -58,10 +59,10 @@ class Buffers(NamedTuple):
 
 
 def read(folder: Path) -> Buffers:
-    """Reads the files that the compiler wrote to `xla_dump_to` for one program.
+    """Reads the buffers of a program from the folder that was its `xla_dump_to`; of several files, the largest.
 
     Raises:
-      FileNotFoundError: the compiler did not write them.
+      FileNotFoundError: a file is missing or empty.
     """
     texts = []
     for ending in ("after_optimizations-buffer-assignment.txt", "after_optimizations-live-range.txt"):
@@ -101,9 +102,10 @@ def parse(assignment: str, live_ranges: str) -> Buffers:
 
 
 def fullest(values: Sequence[Value]) -> list[tuple[Value, int]]:
-    """Returns the temporaries at the peak, and the bytes attributed to each, largest first.
+    """Returns pairs of a temporary at the peak and the bytes attributed to it, most bytes first.
 
-    The peak is the instruction at which most bytes are in use.
+    The peak is the instruction at which temporaries occupy most bytes. Those to which no byte is attributed, because
+    they only share the memory of others, are left out.
     """
     by_first = sorted(values, key=lambda value: value.first)
     firsts = [value.first for value in by_first]

@@ -1,10 +1,10 @@
 """Compares predictions with published steps, which give every predicted time its interval and its label.
 
-`published.json` lists training steps whose speed on TPUs is public, each with an experiment file in `gin/published/`,
-and the parts of the step as compiled for the same slice (`tests/run.sh lab published --write`). No constant is fitted:
-a predicted time is `cost.StepTime.scheduled`, and its interval is from the 5th to the 95th percentile of
-published / predicted seconds. Where a source's attention kernels do other work than ours, `kernel_work` is the ratio,
-and `kernel_note` the reason.
+`published.json` lists training steps whose speed on TPUs is public. Each has an experiment file in `gin/published/`
+and, once compiled for the same slice (`tests/run.sh lab published --write`), the predicted seconds of its parts. A
+predicted time is `cost.StepTime.scheduled`; no constant of it is fitted. Its interval is this time multiplied by the
+5th and by the 95th percentile of published / predicted seconds. Where the published run's attention kernels do more
+work than Renga's, `kernel_work` is how many times as much, and `kernel_note` the reason.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Error(NamedTuple):
     """The error of predicted seconds, over published steps.
 
     Attributes:
-      runs: number of steps.
+      runs: number of published steps.
       median, largest: median and maximum of |predicted / published - 1|.
       nine_in_ten: the error that at least nine in ten steps do not exceed.
       shortest, longest: 5th and 95th percentile of published over predicted seconds.
@@ -42,7 +42,7 @@ class Error(NamedTuple):
 
 
 def label(*, libtpu: str | None = None) -> str:
-    """Returns the label of a prediction: `compiled by libtpu 0.0.42.1; intervals from 25 published steps`.
+    """Returns the label of a prediction, such as `compiled by libtpu 0.0.42.1; intervals from 25 published steps`.
 
     Args:
       libtpu: version that compiled the step; None for the installed one.
@@ -55,7 +55,10 @@ def label(*, libtpu: str | None = None) -> str:
 
 
 def interval(seconds: float) -> tuple[float, float]:
-    """Returns the least and the most seconds expected of a step that is predicted to take `seconds`."""
+    """Returns the least and the most seconds expected of a step that is predicted to take `seconds`.
+
+    Both are `seconds` if no published step has been compiled.
+    """
     found = known_error()
     return (seconds, seconds) if found is None else (found.shortest * seconds, found.longest * seconds)
 
@@ -107,7 +110,7 @@ def predicted_seconds(row: PublishedRun) -> float:
 def step_time(row: PublishedRun) -> StepTime:
     """Returns the predicted time of a published step that has been compiled (has `predicted`).
 
-    Traffic is by network. The time of kernels is multiplied by `kernel_work`.
+    Traffic is by network, without mesh axes and bytes. The time of kernels is multiplied by `kernel_work`, if given.
     """
     found = row["predicted"]
     kernels = found["kernels"] * row.get("kernel_work", 1)
@@ -116,7 +119,7 @@ def step_time(row: PublishedRun) -> StepTime:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the value below which `share` of the ordered values are, between neighbors in proportion."""
+    """Returns the quantile `share` (0 to 1) of ascending values, interpolated linearly between neighbors."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)

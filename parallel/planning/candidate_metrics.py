@@ -1,7 +1,7 @@
 """The metrics of one candidate layout, from a compiled step or from arithmetic.
 
-A `Range` has two values, the faster first. Of a compiled step they are the interval of `planning.calibration`; of
-arithmetic, the times with all traffic hidden behind computation and with none hidden.
+A `Range` has two values: that of the faster case, then that of the slower one. For a compiled step, the cases are the
+ends of the interval of `planning.calibration`. For arithmetic, all traffic or none is hidden behind computation.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ class CandidateMetrics:
 
     Attributes:
       slice: the slice to train on.
-      name: name of the candidate.
+      name: text for tables, such as `fsdp: fsdp 16, remat full`.
       rows: rows of a global batch.
       tokens: tokens of a global batch.
       steps: steps of the whole run.
       flops: FLOPs of the model in a step, without recomputation; None if the model does not count them.
       used_bytes: bytes of a chip's HBM in use at the peak.
       time: time of a step.
-      bubble: idle share of a pipeline's time, 0 to 1.
+      bubble: idle share of a pipeline's time, 0 to 1; by arithmetic with layers of padding. 0 without a pipeline.
       compile_seconds: time to compile; None if `time` and `used_bytes` are estimated by arithmetic.
       is_as_written: whether the candidate is the experiment as written.
     """
@@ -46,7 +46,7 @@ class CandidateMetrics:
 
     @property
     def free_bytes(self) -> float:
-        """Bytes of a chip's HBM that are free at the peak."""
+        """Bytes of a chip's usable HBM that are free at the peak; negative if the step needs more."""
         return self.slice.chip.usable_hbm_bytes - self.used_bytes
 
     @property
@@ -58,7 +58,10 @@ class CandidateMetrics:
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Predicted seconds per step, with the traffic hidden that the compiler overlapped; None if not compiled."""
+        """Predicted seconds per step, in which only traffic that the compiler overlapped is hidden.
+
+        None if the step was not compiled.
+        """
         return None if self.compile_seconds is None else self.time.scheduled
 
     @property
@@ -82,7 +85,7 @@ class CandidateMetrics:
         return fast * self.steps / 3600, slow * self.steps / 3600
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all metrics as JSON values."""
+        """Returns the metrics, and the parts of the step's time, as JSON values."""
         names = (
             *("name", "rows", "used_bytes", "free_bytes", "step_seconds", "scheduled_seconds", "tokens_per_second"),
             *("mfu", "hours", "bubble", "compile_seconds", "is_as_written"),
@@ -91,6 +94,6 @@ class CandidateMetrics:
 
 
 def between(pair: Range, form: str, factor: float = 1) -> str:
-    """Formats a range, smaller number first: `0.61 – 0.94`, or one number if both are equal."""
+    """Formats both numbers times `factor` by `form`, the smaller first: `0.61 – 0.94`; one if both look alike."""
     low, high = (form.format(value * factor) for value in sorted(pair))
     return low if low == high else f"{low} – {high}"

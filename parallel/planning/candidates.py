@@ -1,4 +1,4 @@
-"""Enumerates the candidates of a plan: the layouts of a slice, with every choice that trades memory for time.
+"""Enumerates the candidates of a plan: the layouts of a slice, with choices that trade memory for time.
 
 Strategies and choices of rematerialization are found, not listed. A strategy is tried if it is in `strategies.__all__`
 and requires no parameters but degrees. A choice of `remat` is tried if the model lists and accepts it, and it saves
@@ -39,15 +39,15 @@ class Choice:
     """A pipeline schedule: its constructor and arguments.
 
     Attributes:
-      constructor: a function of `parallel.pipeline.schedules`.
-      arguments: pairs of the name of an argument and its value.
+      constructor: name of a function of `parallel.pipeline.schedules`.
+      arguments: its arguments, as pairs of name and value.
     """
 
     constructor: str
     arguments: tuple[tuple[str, int | str], ...]
 
     def schedule(self) -> Schedule:
-        """Returns the schedule."""
+        """Calls the constructor with the arguments."""
         return getattr(schedules, self.constructor)(**dict(self.arguments))
 
 
@@ -56,8 +56,9 @@ class Layout:
     """A strategy: its constructor and degrees.
 
     Attributes:
-      constructor: a function of `parallel.strategies`.
-      degrees: pairs of a mesh axis, or `slices`, and its degree; all that the constructor takes.
+      constructor: name of a function of `parallel.strategies`.
+      degrees: pairs of a mesh axis (or `slices`) and its degree, for each degree that the constructor takes; -1 stands
+        for all devices that the other axes leave.
       choice: the schedule of a pipeline; None for other strategies.
       ring: whether keys and values travel around a ring (`strategies.context`) instead of being gathered.
     """
@@ -68,7 +69,7 @@ class Layout:
     ring: bool = False
 
     def strategy(self) -> Strategy:
-        """Returns the strategy's tables."""
+        """Calls the constructor; equal layouts share one result."""
         return _tables(self)
 
 
@@ -84,9 +85,9 @@ class Candidate:
     """One configuration that a plan may try.
 
     Attributes:
-      layout: None for the experiment's own strategy.
-      remat: None if the model offers no choice.
-      accum_steps: microbatches of a step, in sequence.
+      layout: the strategy; None for the experiment's own.
+      remat: choice of rematerialization; None if the model offers no choice.
+      accum_steps: number of microbatches over which a step accumulates gradients.
       batch_size: rows of a global batch.
     """
 
@@ -120,16 +121,19 @@ class Candidate:
 def layouts(
     slice: Slice, *, only: Sequence[str] = (), has_experts: bool = True, has_long_rows: bool = False
 ) -> list[Layout]:
-    """Returns every strategy with every combination of degrees that makes a distinct mesh on this slice.
+    """Returns the layouts to try on a slice: strategies with combinations of degrees and, for pipelines, schedules.
+
+    Of layouts that do the same on this slice, one is returned.
 
     Args:
       slice: the slice to train on.
       only: names of constructors; empty for all.
-      has_experts: whether the model has experts; without, strategies that shard them are tried only if named.
-      has_long_rows: whether to try rings of keys, too: rows of fewer than `LONG_ROW` positions gain little by them.
+      has_experts: whether the model has experts. If not, strategies that shard experts are tried only if named.
+      has_long_rows: whether to also try rings of keys (`Layout.ring`), from which rows shorter than `LONG_ROW` gain
+        little.
 
     Raises:
-      UserError: a name that is not a strategy.
+      UserError: a name in `only` is not that of a strategy that a plan can try.
     """
     require_known(only)
     known = _known()
@@ -156,7 +160,7 @@ def require_known(only: Sequence[str]) -> None:
 
 
 def _known() -> dict[str, dict[str, int | None]]:
-    """Returns the degrees of each strategy that a plan can try, by name."""
+    """Returns, for each strategy that a plan can try, the default of each of its degrees (`_parameters`)."""
     return {name: degrees for name in strategies.__all__ if (degrees := _parameters(name)) is not None}
 
 
@@ -182,7 +186,11 @@ def _parameters(name: str) -> dict[str, int | None] | None:
 
 
 def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields degrees: -1 stays where it is the default; other axes get each divisor above 1, and 1 if it is that."""
+    """Yields combinations of degrees that divide the devices of a slice.
+
+    An axis whose default is -1 keeps it. Others get each divisor above 1; also 1 if that is the default, or if the
+    strategy spans several slices. Yields nothing for a strategy that needs several slices if there is one.
+    """
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
         return  # a strategy for several slices
     divisors = [n for n in range(2, slice.devices_per_slice + 1) if slice.devices_per_slice % n == 0]
@@ -214,7 +222,10 @@ def _choices(name: str, degrees: Mapping[str, int], slice: Slice) -> Sequence[Ch
 
 
 def _what_it_is(tables: Strategy, slice: Slice) -> Any:
-    """Returns a key that is equal for strategies that do the same on this slice; axes of one chip do not count."""
+    """Returns a key that is equal for strategies that do the same on this slice.
+
+    Mesh axes of degree 1 in the tables make no difference.
+    """
     try:
         shape = strategy.resolve(tables, slice)
     except UserError:
@@ -235,10 +246,10 @@ def remat_of(model: Model) -> str | None:
 
 
 def remats(model: Model) -> list[str | None]:
-    """Returns the choices of `remat` that the model lists and accepts; [None] if it offers no choice.
+    """Returns the choices of `remat` that the model lists and accepts, and its own; [None] if it offers no choice.
 
-    One that saves arrays on the host is among them only if it is the model's own: the bandwidth of PCIe, on
-    which its predicted time depends, is assumed (`links.PCIE_BYTES_PER_SECOND`).
+    Others that save arrays on the host are left out, because their predicted time depends on an assumed bandwidth
+    (`links.PCIE_BYTES_PER_SECOND`).
     """
     if (owner := wrappers.field_owner(model, "remat")) is None:
         return [None]
@@ -262,14 +273,17 @@ def _accepts(model: Any, remat: str) -> bool:
 
 
 def accumulations(rows_per_group: int) -> list[int]:
-    """Returns the numbers of microbatches to try: the powers of two that divide the rows of a group of chips."""
+    """Returns the values of `accum_steps` to try: the powers of two, from 1, that divide `rows_per_group`.
+
+    A group is the chips that have the same rows.
+    """
     return [2**n for n in range(max(rows_per_group, 1).bit_length()) if rows_per_group % 2**n == 0]
 
 
 def candidates(
     layouts: Sequence[Layout | None], *, own: Strategy, slice: Slice, model: Model, batch_sizes: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Yields every layout with every choice that applies to it.
+    """Yields the candidates of each layout and batch size: choices of `remat` and, without a pipeline, `accum_steps`.
 
     Args:
       layouts: layouts to try; None is the experiment's own strategy.

@@ -12,7 +12,7 @@ from parallel.planning.records import Record
 
 
 def made_with() -> dict[str, str]:
-    """Returns versions of packages, the digest of Renga's sources and the git revision, by name."""
+    """Returns the versions of jax, jaxlib and libtpu, the digest of Renga's sources and the git revision, by name."""
     installed = versions.installed(versions.COMPILER)
     return {**installed, "sources": records.sources_digest(), "revision": versions.git_revision()}
 

@@ -1,14 +1,16 @@
-"""Predicts the time of a compiled step: from all traffic hidden behind computation to none hidden.
+"""Predicts the time of a compiled step, with bounds: all traffic hidden behind computation, and none hidden.
 
     compute    the compiler's estimated cycles, as often as they run / the chip's clock
     kernels    FLOPs of attention kernels and grouped products from their shapes / 40 % of the chip's peak
     traffic    wire bytes of every collective / what the links of its group carry (`planning.links`)
 
-    hidden     max(compute + kernels, traffic)        exposed    compute + kernels + traffic
+    hidden     max(compute + kernels, traffic)
+    scheduled  compute + kernels + traffic - traffic that the compiled schedule overlaps with computation
+    exposed    compute + kernels + traffic
 
-Nothing is fitted. The constants below have their sources beside them, and every printed figure is followed by how far
-predictions are from published measurements (`planning.calibration`). `optimal_seconds` and `cost_analysis()` are not
-used because they count the body of a loop once. Not modeled: latency, input, and work of hosts between steps.
+No constant is fitted; their sources are beside them. `planning.calibration` compares predictions with published
+measurements. `optimal_seconds` and `cost_analysis()` are not used because they count the body of a loop once. Not
+modeled: latency, input, and work of hosts between steps.
 """
 
 from __future__ import annotations
@@ -46,14 +48,15 @@ BOUNDS = ("hidden", "scheduled", "exposed")  # times of `StepTime`
 
 
 class AxisTime(NamedTuple):
-    """The traffic of a step over one group of mesh axes.
+    """The traffic of a step over the same mesh axes and network.
 
     Attributes:
       axes: mesh axes, or `host` for copies between a chip and its host.
       network: "ICI", "DCN", or "PCIe" to and from the host.
       seconds: time of the traffic if nothing overlaps it.
-      beside: seconds that the compiled schedule overlaps with computation, at most the time of that computation.
-      wire_bytes: bytes that one chip sends, and over PCIe also receives.
+      beside: seconds that the compiled schedule overlaps with computation, at most the time of that computation; 0 by
+        arithmetic.
+      wire_bytes: bytes that one chip sends, and over PCIe also receives; 0 if not known.
     """
 
     axes: tuple[str, ...]
@@ -67,9 +70,9 @@ class StepTime(NamedTuple):
     """Seconds of one training step.
 
     Attributes:
-      compute: computation, as estimated by the compiler.
+      compute: computation besides kernels, as estimated by the compiler or by `planning.arithmetic`.
       kernels: attention kernels and grouped products.
-      traffic: traffic by mesh axes, most seconds first.
+      traffic: traffic by mesh axes and network.
       unpriced: operations without an estimate: unknown kernels, and loops of unknown trip count (counted once).
     """
 
@@ -90,12 +93,12 @@ class StepTime(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds of a step with all traffic hidden behind computation."""
+        """Seconds of a step in which traffic and computation overlap completely."""
         return max(self.busy, self.traffic_seconds)
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step with no traffic hidden."""
+        """Seconds of a step in which no traffic is hidden."""
         return self.busy + self.traffic_seconds
 
     @property
@@ -135,9 +138,10 @@ def step_time(found: Analysis, bound: Program) -> StepTime:
 
 
 def kernel_flops(kernel: Kernel) -> float | None:
-    """Returns the FLOPs of all executions of a kernel on one chip, from its shapes, or None for an unknown kernel.
+    """Returns the FLOPs of all executions of a kernel in a step, from its shapes, or None for an unknown kernel.
 
-    The compiler does not estimate Mosaic kernels. B rows, H query heads, Q query and S key positions, K head_dim.
+    The compiler does not estimate Mosaic (Pallas) kernels. Attention is taken to be causal, on the chip that has the
+    last queries of a row, except between the full blocks of ring attention.
     """
     if kernel.name.partition(".")[0] in _GROUPED:
         return _grouped_flops(kernel)
@@ -160,8 +164,8 @@ def kernel_flops(kernel: Kernel) -> float | None:
 def _grouped_flops(kernel: Kernel) -> float:
     """Returns the FLOPs of all executions of a grouped product, as if every row belonged to a group.
 
-    x [S, D] times one of E matrices [D, F] is [S, F]; for the gradient of the matrices, two arrays [S, D] and [S, F]
-    become [E, D, F].
+    It multiplies each row of [S, D] with one of E matrices [D, F]. For the gradient of the matrices, [E, D, F], its
+    operands are [S, D] and [S, F].
     """
     rows = [dims for operand in kernel.operands if len(dims := _dimensions(operand, "bf16|f32")) == 2]
     (result,) = (_dimensions(array, "bf16|f32") for array in kernel.results)
@@ -171,11 +175,11 @@ def _grouped_flops(kernel: Kernel) -> float:
 
 
 def _window_share(kernel: Kernel, queries: int, keys: int, *, by_keys: bool) -> float:
-    """Returns the share of the scores that a window leaves; 1 without a window.
+    """Returns the share of the scores inside an attention window; 1 without a window.
 
-    The first operand lists the blocks to visit, [1, blocks of queries, visited blocks of keys], or in a kernel that
-    runs by keys [1, visited blocks of queries, blocks of keys]. Of the visited blocks, the first and the last are half
-    within the window. Where a chip has so few queries that it visits all of their blocks, no window shows.
+    The first operand lists the blocks to visit: [1, blocks of queries, visited blocks of keys] or, if `by_keys`,
+    [1, visited blocks of queries, blocks of keys]. The first and the last visited block count half. If all blocks are
+    visited, a window cannot be seen, and 1 is returned.
     """
     if not (blocks := _dimensions(kernel.operands[0], r"s\d+")):
         return 1.0
@@ -191,7 +195,7 @@ def _dimensions(array: str, dtypes: str) -> Sequence[int]:
 
 
 def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[AxisTime, ...]:
-    """Returns the time of a step's traffic by mesh axes and network, most seconds first."""
+    """Returns the time of a step's traffic by mesh axes and network, most seconds first, without entries of 0 bytes."""
     clock = CLOCK_HZ[links.slice.generation]
     totals: dict[tuple[tuple[str, ...], str], tuple[float, float, int]] = {}
     for each in collectives:

@@ -26,11 +26,13 @@ class GenerationCost(NamedTuple):
     """The cost of generation on one chip.
 
     Attributes:
-      rows, slots, chunk: rows generated together, positions of the cache, ids of a prompt processed together.
-      param_bytes, cache_bytes: bytes per chip.
-      chunk_memory, token_memory: memory of the programs for a chunk of the prompts and for a token of every row.
-      chunk_time, token_time: predicted times of these programs.
-      token_bound: seconds in which a chip reads its parameters and cache once.
+      rows: number of rows generated together.
+      slots: positions of the cache.
+      chunk: number of ids of each prompt that are processed together.
+      param_bytes, cache_bytes: bytes of the parameters and of the cache per chip.
+      chunk_memory, chunk_time: memory and predicted time of the program that processes a chunk of every prompt.
+      token_memory, token_time: memory and predicted time of the program that adds a token to every row.
+      token_bound: seconds in which a chip reads its parameters and cache from HBM once.
       warnings: warnings of the compiler.
     """
 
@@ -59,9 +61,9 @@ class GenerationCost(NamedTuple):
         return tokens / self.chunk_time.exposed, tokens / self.chunk_time.hidden
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the figures as JSON values; bytes are per chip.
+        """Returns sizes, memory in bytes per chip and predicted rates as JSON values.
 
-        Those whose names begin with `predicted_` are pairs: with no traffic hidden, and with all of it hidden.
+        A rate is a pair: with no traffic hidden, and with all of it hidden.
         """
         (slow, fast), prompts = self.tokens_per_second, self.prompt_tokens_per_second
         return {
@@ -81,13 +83,14 @@ def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> Gen
     """Compiles generation for the slice of a program whose devices are `compiling.devices_of(slice)`.
 
     Args:
-      bound: the program; its optimizer is not used.
-      rows: rows generated together; must divide over the chips with different rows.
+      bound: the program. Its model must have `vocab_size`; its optimizer is not used.
+      rows: number of rows generated together; must divide over the groups of chips that have different rows.
       slots: positions of the cache.
-      chunk: ids of a prompt that are processed together.
+      chunk: number of ids of each prompt that are processed together.
 
     Raises:
-      OutOfHbmError: a program does not fit into HBM.
+      OutOfHbmError: generation does not fit into HBM.
+      UserError: the compiler does not know one of the options.
     """
     decoder, model = Decoder(bound), cast(Any, bound.model)
     params, cache = decoder.abstract(rows, slots)

@@ -1,7 +1,7 @@
 """Attributes the HBM of a compiled step to named allocations of a known kind.
 
-An argument is named by the program's signature, a temporary by its shape and by the source location that the compiler
-gives. The shapes of parameters, of the vocabulary and of a layer stack distinguish the kinds of temporaries.
+An argument is named by the program's signature, a temporary by JAX's name of the operation that makes it. The kind of a
+temporary is guessed: its shape is compared with those of parameters, with the vocabulary and with the number of layers.
 """
 
 import re
@@ -35,9 +35,9 @@ class Allocation(NamedTuple):
 
     Attributes:
       kind: one of KINDS; empty in the results of `of_message` and `of_temporaries`.
-      name: module path of a parameter, or the operation that makes a temporary.
-      shape: shape on one chip.
-      bytes: size in HBM.
+      name: path of an argument, such as a parameter, or the operation that makes a temporary.
+      shape: dtype and shape on one chip, as text; ends with ` x 3` if it stands for three allocations.
+      bytes: size in HBM, of several allocations together.
     """
 
     kind: str
@@ -47,7 +47,13 @@ class Allocation(NamedTuple):
 
 
 def allocations(bound: Program, module: Module, found: Buffers) -> list[Allocation]:
-    """Returns everything in HBM at the peak, largest first."""
+    """Returns the arguments and temporaries in HBM at the peak, largest first; equal ones are merged.
+
+    Args:
+      bound: the program.
+      module: the compiled step of the program.
+      found: its buffers (`buffers.read`).
+    """
     entry = module.computations[module.entry]
     parameters = {int(at.argument): at for at in entry.values() if at.opcode == "parameter"}
     by_name = {at.name: at for computation in module.computations.values() for at in computation.values()}
@@ -71,7 +77,7 @@ def _argument(at: Instruction | None, size: int) -> Allocation:
 
 
 def place(op_name: str) -> str:
-    """Shortens an operation's name.
+    """Shortens JAX's name of an operation; "" stays empty.
 
     `jit(run)/transpose(jvp(layers))/while/body/block/_mlp/dot_general` becomes `backward block/_mlp/dot_general`;
     recomputation in the backward pass is marked `again`.
@@ -92,7 +98,7 @@ def place(op_name: str) -> str:
 
 
 class _Kinds:
-    """Determines the kind of a temporary from its shape."""
+    """Guesses the kind of a temporary from its shape and the name of its operation."""
 
     def __init__(self, bound: Program):
         self._weights = report.Weights(bound)
@@ -106,7 +112,7 @@ class _Kinds:
         }
 
     def of(self, array: Array | None, op_name: str) -> str:
-        """Returns one of KINDS."""
+        """Returns one of KINDS; "temporaries" if no other fits."""
         if array is None:
             return "temporaries"
         dims = tuple(d for d in array.dims if d > 1)
@@ -134,7 +140,7 @@ def _merged(named: Sequence[Allocation]) -> Iterator[Allocation]:
 
 
 def by_kind(found: Sequence[Allocation]) -> dict[str, float]:
-    """Returns the bytes of each kind that occurs."""
+    """Returns the total bytes of each of KINDS that occurs."""
     totals = {kind: sum(one.bytes for one in found if one.kind == kind) for kind in KINDS}
     return {kind: total for kind, total in totals.items() if total}
 
@@ -146,7 +152,7 @@ _ALLOCATION = re.compile(
 
 
 def of_message(message: str) -> list[Allocation]:
-    """Returns the largest allocations listed in the compiler's error about a program that does not fit.
+    """Returns the allocations listed in the compiler's error about a program that does not fit, without their kinds.
 
     The error has a list when the program as a whole is too large ("Used … of … hbm"). When temporaries alone are too
     large it has only their sum, and the result is empty.

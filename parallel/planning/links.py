@@ -4,12 +4,11 @@ Chips form a grid with a link between neighbors along every dimension. In a gath
 has one link's bandwidth for each dimension that it spans, or two where wraparound links close the dimension into a
 ring, so that each chip sends in both directions. On an open line the chips at the ends have only one link, and all
 data must cross it; therefore a v4-32 (2x2x4, no wraparound) has 3 links for a group of all its chips, not 6. A group
-of every second chip shares its links with the interleaved group and gets half. So does a group of one device of each
-chip where a chip has two (tpu7x); a group of both needs the links once, because they pass to one another what arrives.
+of every second chip shares its links with the interleaved group and gets half. Where a chip has two devices (tpu7x), a
+group with only one of them also gets half. A group with both gets all: each passes on to the other what arrives.
 
-Wraparound is `core.slices.Slice.wraparound`: v4 and v5p from a 4x4x4 cube up, v5e and v6e along a dimension of 16
-(Google Cloud, "TPU architecture"; "How to Scale Your Model", chapter 2). Link bandwidths are `core.slices.CHIPS`, in
-one direction, from the table "ICI BW/link (one-way)" in the latter.
+Wraparound is `core.slices.Slice.wraparound` (Google Cloud, "TPU architecture"; "How to Scale Your Model", chapter 2).
+Link bandwidths are `core.slices.CHIPS`, in one direction, from the table "ICI BW/link (one-way)" in the latter.
 """
 
 import math
@@ -47,8 +46,8 @@ class Extent(NamedTuple):
 
     Attributes:
       chips: number of coordinates that the group occupies.
-      stride: number of groups that share its links. It is the distance between neighboring chips of the group, times
-        the number of groups on a chip.
+      stride: number of groups that share its links: the distance between neighboring chips of the group, times the
+        number of groups on a chip.
       is_ring: whether wraparound links close it.
     """
 
@@ -58,7 +57,7 @@ class Extent(NamedTuple):
 
     @property
     def links(self) -> float:
-        """Bandwidth of a chip along this dimension, in links in one direction."""
+        """Bandwidth of a chip along this dimension, in multiples of one link in one direction."""
         return (2 if self.is_ring else 1) / self.stride
 
 
@@ -72,7 +71,7 @@ class Links:
         self._coordinates = _coordinates(mesh, slice)
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
-        """Returns the extent of a group of chips along each dimension of the slice that the group spans.
+        """Returns the extent of a group of chips along each dimension of the slice in which it has several chips.
 
         Args:
           axes: mesh axes that vary in the group; all groups of a mesh have the same extents.
@@ -83,7 +82,7 @@ class Links:
         return tuple(extent._replace(stride=extent.stride * sharing) for extent in found if extent.chips > 1)
 
     def _group(self, axes: Sequence[str]) -> np.ndarray:
-        """Returns the coordinates of the first group, and the number of each device on its chip, [devices, D + 1]."""
+        """Returns, for each device of the first group, its chip's coordinates and its number on the chip."""
         index = tuple(slice(None) if axis in axes else 0 for axis in self._shape)
         return self._coordinates[index].reshape(-1, self._coordinates.shape[-1])
 
@@ -111,13 +110,16 @@ class Links:
     def permute_load(self, axes: Sequence[str]) -> float:
         """Returns the number of messages on the busiest link when every chip sends to the next one along `axes`.
 
-        That is the number of interleaved groups that share it: a shift along a line has load 1, including the way back
-        from the end, which runs in the opposite direction.
+        It is the number of interleaved groups that share the link. The message from the end of a line back to its
+        beginning adds nothing, because it runs in the opposite direction.
         """
         return max((extent.stride for extent in self.extents(axes)), default=1.0)
 
     def seconds(self, collective: Collective) -> float:
-        """Returns the time of one execution of a collective that has the links to itself, without latency."""
+        """Returns the seconds of one execution of a collective, without latency and without other collectives.
+
+        Other groups that take part in the collective share the links. The result is 0 over ICI without mesh axes.
+        """
         if collective.network == "DCN":
             return collective.wire_bytes / DCN_BYTES_PER_SECOND[self.slice.generation]
         if collective.network == "PCIe":
@@ -136,7 +138,7 @@ class Links:
 
 
 def _coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> np.ndarray:
-    """Returns the place of each device, [*mesh shape, D + 1]: of its chip in the slice, then its number on the chip."""
+    """Returns, for each device, its chip's coordinates and its number on the chip, [*mesh shape, D + 1]."""
     devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":
         simulated = meshes.simulated_devices(sorted(devices, key=lambda d: (d.process_index, d.id)), slice)
@@ -156,5 +158,5 @@ def _extent(places: np.ndarray, size: int, wraps: bool) -> Extent:
 
 
 def _crossing(extent: Extent) -> float:
-    """Returns the share of a chip's all-to-all payload that one link in the middle of the dimension carries one way."""
+    """Returns what the middle link of a dimension carries one way in an all-to-all, in payloads of one chip."""
     return extent.chips * extent.stride / (8 if extent.is_ring else 4)

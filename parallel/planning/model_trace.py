@@ -1,9 +1,9 @@
-"""Extracts FLOPs, saved arrays and reductions from traces of a model's loss, for planning; works for any model.
+"""Extracts FLOPs, saved arrays and reductions from traces of a model's loss, for planning.
 
-`trace` collects the shapes of a training state and, for each choice of `remat`, the work of one step. Tracing the loss
-of a few rows takes a fraction of a second and shows the matrix products (forward, and with what the backward pass
-recomputes) and every array that waits for the backward pass. Dimensions are recognized by their size: an odd number of
-rows, and the sizes of the named axes of parameters.
+`trace` collects the shapes of a training state and, for each choice of `remat`, the work of one step. The traces of the
+loss and of its gradient, for a few rows, contain the matrix products and the arrays that are saved for the backward
+pass. Dimensions are recognized by their size: the number of rows is a prime that no other size has as a factor, and
+parameters have named axes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Kept(NamedTuple):
 
     Attributes:
       axes: logical axis of each dimension, None for an unnamed one; `batch` is the axis of rows.
-      elements: number of elements per row, or of the whole array if it has no rows.
+      elements: number of elements per row, or of the whole array if it has no rows; all copies together.
       itemsize: bytes of an element.
       copies: number of copies that a loop over layers or recursion steps saves; 1 outside of loops.
-      on_host: whether it is kept in the memory of the host.
+      on_host: whether it is saved in the memory of the host.
     """
 
     axes: Axes
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Returns whether its size grows with the number of rows."""
+        """Whether its size grows with the number of rows."""
         return "batch" in self.axes.names
 
     @property
@@ -60,11 +60,13 @@ class Kept(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A matrix product over a dimension that tensor parallelism splits: its result is summed over chips.
+    """A matrix product that contracts a dimension of hidden units or heads.
+
+    If a strategy shards the dimension (tensor parallelism), the result is summed over chips.
 
     Attributes:
-      axis: logical axis of the dimension, such as `mlp`.
-      bytes: bytes of the results of one row in one forward pass.
+      axis: logical axis of the dimension, `mlp` or `heads`.
+      bytes: bytes of the product's results for one row in one forward pass.
     """
 
     axis: str
@@ -74,18 +76,20 @@ class Reduction(NamedTuple):
 class Work(NamedTuple):
     """The work of one training step for one row.
 
+    Kernels are Pallas kernels, such as attention.
+
     Attributes:
       forward_flops: FLOPs of the matrix products of a forward pass, without kernels.
-      flops: FLOPs of the forward and backward passes with recomputation, without kernels.
+      flops: FLOPs of the matrix products of both passes, with recomputation, without kernels.
       kernel_flops: FLOPs of the kernels of both passes.
       forward_kernel_flops: FLOPs of the kernels of a forward pass.
-      kept: arrays that are kept for the backward pass.
-      reductions: reductions of a forward pass.
+      kept: arrays that are saved for the backward pass.
+      reductions: products of a forward pass whose results may be summed over chips.
       gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are saved.
-      looped: share of `flops`, and of `kernel_flops`, that loops over layers compute.
-      chunk_bytes: the most bytes of logits that a chip computes at a time; if there are more, the loss is computed in
-        chunks; 0: never.
-      kept_in_chunks: arrays that are kept if the loss is computed in chunks.
+      looped: share of `flops`, and of `kernel_flops`, in loops, such as those over layers.
+      chunk_bytes: if a chip has more bytes of logits than this, the loss is computed in chunks of at most this size; 0:
+        the size does not matter.
+      kept_in_chunks: arrays that are saved if the loss is computed in chunks; () if `chunk_bytes` is 0.
     """
 
     forward_flops: float
@@ -100,7 +104,7 @@ class Work(NamedTuple):
     kept_in_chunks: tuple[Kept, ...] = ()
 
     def with_padding(self, padding: float) -> Work:
-        """Returns the work if loops over layers run `padding` times as many layers."""
+        """Returns the work with the FLOPs of `padding` times as many layers in loops."""
         more, kernels = ((padding - 1) * share for share in self.looped)
         return self._replace(
             forward_flops=self.forward_flops * (1 + more),
@@ -111,12 +115,12 @@ class Work(NamedTuple):
 
     @property
     def row_bytes(self) -> float:
-        """Bytes that are saved for one row."""
+        """Bytes per row of the saved arrays that have rows."""
         return sum(kept.bytes for kept in self.kept if kept.has_rows)
 
     @property
     def of_loops(self) -> list[Kept]:
-        """The arrays with a batch dimension that loops over layers keep for the backward pass."""
+        """The saved arrays of loops that have rows."""
         return [kept for kept in self.kept if kept.copies > 1 and kept.has_rows]
 
 
@@ -127,9 +131,9 @@ class ModelTrace:
     Attributes:
       slice: the slice for which layouts are estimated.
       shapes, axes: shapes and logical axes of the training state, trees of the same structure.
-      spec: fields of a batch of any size.
+      spec: fields of a batch, which may have another number of rows than the layouts'.
       works: the work of one row in one step, by choice of `remat`.
-      itemsize: bytes of a number in the dtype of computation.
+      itemsize: bytes of a number in the dtype that the model computes in.
       trained: whether each parameter is trained, in the order of the leaves.
     """
 
@@ -143,13 +147,13 @@ class ModelTrace:
 
     @property
     def length(self) -> int:
-        """Positions of a row."""
+        """Number of positions of a row."""
         return row_length(self.spec)
 
     def distinct_remats(self, own: str | None) -> tuple[str | None, ...]:
         """Returns one choice of `remat` for each different work; of choices with equal work `own`, or else the first.
 
-        All choices have equal work where nothing is computed again, as in a frozen decoder without a backward pass.
+        If no choice computes anything again, as in a frozen decoder without a backward pass, only one is returned.
         """
         chosen: dict[Work, str | None] = {}
         for remat in sorted(self.works, key=lambda remat: remat != own):
@@ -168,7 +172,7 @@ def trace(
     frozen: Sequence[str] = (),
     frozen_dtype: str = "bfloat16",
 ) -> ModelTrace:
-    """Traces a model and its optimizer, without compiling and without a device.
+    """Traces a model and its optimizer, without compiling them or creating their state.
 
     Args:
       model: the model to trace.
@@ -180,7 +184,8 @@ def trace(
       frozen, frozen_dtype: see `parallel.partitioner.Partitioner.program`.
 
     Raises:
-      UserError: a parameter has no named axes, or the optimizer does not fit the parameters.
+      UserError: a parameter has no named axes, a pattern of `frozen` matches no parameter, or the optimizer does not
+        fit the parameters.
     """
     example = batch_shapes(spec)
 
@@ -212,7 +217,7 @@ def trace(
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
-    """Returns the model with the attention that a TPU would choose; a trace of "auto" has both implementations."""
+    """Returns the model, with the attention that a TPU would choose if its own is "auto" (which traces both)."""
     chosen = model.attention if can(model, ChoosesKernels) else ""
     if chosen != "auto" or wrappers.field_path(model, "attention") is None:
         return model
@@ -247,7 +252,7 @@ def work(
       params: tree of `jax.ShapeDtypeStruct`.
       param_axes: tree of `Axes` of the same structure.
       trainable: stops the gradient at frozen parameters (`Optimizer.trainable`).
-      in_chunks: `Work.kept_in_chunks`, if it is known.
+      in_chunks: `Work.kept_in_chunks`, if it is known; None: traced if needed.
     """
     sizes = _Sizes(params, param_axes, spec)
     batch = batch_shapes(spec, rows=sizes.rows)
@@ -299,8 +304,8 @@ class _Product(NamedTuple):
       flops: their FLOPs.
       contracted: sizes of the contracted dimensions.
       result_bytes: bytes of their results.
-      in_kernel: whether a kernel computes it.
-      in_loop: whether it is in a loop.
+      in_kernel: whether a Pallas kernel computes it.
+      in_loop: whether it is in a scan of more than one step.
     """
 
     flops: float
@@ -349,10 +354,11 @@ def _grouped_product(equation: Any, times: float, in_kernel: bool, in_loop: bool
 
 
 def _computed_share(mask: Any) -> float:
-    """Returns the share of a kernel's grid that is computed, by its first operand.
+    """Returns the share of a kernel's grid that is computed, from `mask`, its first operand.
 
-    Under a causal mask half of all blocks are skipped. A window visits fewer than there are, and computes half of the
-    first and of the last; splash attention lists the blocks to visit, [1, blocks, blocks].
+    It is one half, as under a causal mask, unless the operand is splash attention's list of the blocks to visit,
+    [1, blocks, blocks], and shows a window: fewer blocks in one direction. Then the first and the last of these fewer
+    blocks count half.
     """
     if mask.ndim != 3 or not jnp.issubdtype(mask.dtype, jnp.integer):
         return 0.5
@@ -361,7 +367,7 @@ def _computed_share(mask: Any) -> float:
 
 
 def _computes_again(jaxpr: Jaxpr) -> bool:
-    """Returns whether any part is rematerialized: weights that such a region closes over stay laid out as stored."""
+    """Returns whether any part is rematerialized; weights used in such a part are saved as stored, not gathered."""
     return any(
         equation.primitive.name in ("checkpoint", "remat", "remat2")
         or any(_computes_again(inner) for inner in _inner(equation.params))
@@ -411,7 +417,7 @@ class _Sizes:
         return tuple(_distinct(k._replace(on_host=is_there) for k, is_there in pairs if k))
 
     def kept(self, leaf: Any) -> Kept | None:
-        """Describes a kept array; None for parameters, which are there anyway, and for small arrays."""
+        """Describes a saved array; None if it looks like a parameter, is under 1,024 elements, or holds random keys."""
         if (leaf.shape, leaf.dtype) in self._params or leaf.size < 2**10 or not hasattr(leaf.dtype, "itemsize"):
             return None
         if leaf.shape in self._weights:
@@ -441,7 +447,7 @@ class _Sizes:
         return Axes(tuple(name if name not in names[:i] else None for i, name in enumerate(names)))  # each axis once
 
     def reduction(self, product: _Product) -> Reduction | None:
-        """Returns the reduction after a product over hidden units or heads; None for other products."""
+        """Returns the reduction of a product that contracts hidden units or heads; None for other products."""
         for size in product.contracted:
             if (name := self._by_size.get(size)) in ("mlp", "heads"):
                 return Reduction(name, product.result_bytes / self.rows)
@@ -449,16 +455,19 @@ class _Sizes:
 
 
 def _preference(of: tuple[int, str | None]) -> tuple[int, str]:
-    """Sort key of (size, axis).
+    """Returns a sort key of (size, axis): of axes of the same size, the one that sorts last is assumed.
 
-    If several axes have the same size, the one that sorts last is assumed: the axes that strategies shard sort last.
+    The axes that strategies shard most often sort last.
     """
     order = (None, "norm", "head_dim", "vocab", "embed", "kv_heads", "heads", "mlp")
     return (order.index(of[1]) if of[1] in order else 0, str(of[1]))
 
 
 def _distinct(kept: Iterator[Kept]) -> Iterator[Kept]:
-    """Yields all arrays of loops, and the widest of each axes and size outside: the compiler recomputes the others."""
+    """Yields all arrays of loops; of others with equal axes and size, only the one with the widest dtype.
+
+    The compiler recomputes the rest from it.
+    """
     largest: dict[Any, Kept] = {}
     for k in kept:
         if k.copies > 1:

@@ -3,7 +3,7 @@
 A record is found by a key: a hash of the program's identity (`launch.program_identity`) and of the versions of jax,
 jaxlib and libtpu. There are two places:
 
-* a user's cache. Its keys also cover the text of the source files that a program is made from, so that an edit
+* a user's cache. Its keys also cover the text of the source files that can affect a program, so that an edit of one
   compiles again;
 * `launch/plan/compiled/`, committed, for the experiments of this workspace. Its keys do not cover the sources, because
   every commit would then invalidate it. Each record names the sources that it was compiled from, and a plan reports if
@@ -48,15 +48,16 @@ class Record:
 
     Attributes:
       status: COMPILED, TOO_MUCH, REFUSED, or FAILED (never stored).
-      reason: why it was not compiled; empty if it was.
-      needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit.
-      state_bytes: bytes of state and batch, included in `needed_bytes`.
-      time: time of a step; None if it was not compiled.
-      bubble: idle share of a pipeline's time.
+      reason: why the status is not COMPILED; otherwise empty.
+      needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit; 0 if REFUSED or
+        FAILED.
+      state_bytes: bytes of state and batch, included in `needed_bytes`; 0 if it was not compiled.
+      time: time of a step; None unless the status is COMPILED.
+      bubble: idle share of a pipeline's time; 0 without a pipeline.
       compile_seconds: time to compile, on the machine that did it.
       warnings: warnings of the compiler, without those that are known to be harmless.
       made_with: versions, digests of sources and program, git revision.
-      is_committed: whether it was found in the workspace and not in a user's cache.
+      is_committed: whether it was found among the committed records, not in a user's cache.
     """
 
     status: str
@@ -71,31 +72,28 @@ class Record:
     is_committed: bool = False
 
     def within(self, usable_bytes: float) -> Record:
-        """Returns the record as TOO_MUCH if its peak exceeds `usable_bytes`, which the compiler does not always check.
-
-        Otherwise returns the record itself.
-        """
+        """Returns the record, with status TOO_MUCH if the step compiled but needs more than `usable_bytes`."""
         if self.status != COMPILED or self.needed_bytes <= usable_bytes:
             return self
         reason = f"needs {self.needed_bytes / GIB:.2f}GiB of {usable_bytes / GIB:.2f}GiB, though it compiled"
         return dataclasses.replace(self, status=TOO_MUCH, reason=reason, time=None)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the record as plain values."""
+        """Returns the record as JSON values, without `is_committed`."""
         plain = vars(self) | {"warnings": list(self.warnings), "time": self.time and self.time.as_json()}
         del plain["is_committed"]
         return plain
 
 
 def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record:
-    """Converts the result of `Record.as_json`, which leaves out `is_committed`, back to a record."""
+    """Converts the result of `Record.as_json` back to a record."""
     time = StepTime.from_json(plain["time"]) if plain["time"] else None
     return Record(**{**plain, "time": time, "warnings": tuple(plain["warnings"])}, is_committed=is_committed)
 
 
 @functools.cache
 def sources_digest() -> str:
-    """Returns a digest of all source files that affect a program or its record."""
+    """Returns a digest of the source files in core/, models/ and parallel/ that can affect a program or its record."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in _SOURCE_FOLDERS for p in (WORKSPACE / folder).rglob("*.py")):
         if not _UNRELATED & {path.stem, path.parent.name}:
@@ -104,7 +102,7 @@ def sources_digest() -> str:
 
 
 def record_key(text: str, *, sources: str = "") -> str:
-    """Returns the name of the record of a compiled program.
+    """Returns the key of the record of a compiled program, for the installed versions of jax, jaxlib and libtpu.
 
     Args:
       text: the program's identity, from `launch.program_identity.program_text`.
@@ -115,7 +113,7 @@ def record_key(text: str, *, sources: str = "") -> str:
 
 
 def committed(folder: Path = COMMITTED) -> dict[str, Any]:
-    """Returns the committed records of plans, by `record_key`."""
+    """Returns the committed records of plans, as JSON values, by `record_key`."""
     return {k: v for file in sorted(folder.glob("*.json")) for k, v in json.loads(file.read_text())["records"].items()}
 
 
@@ -123,7 +121,7 @@ class Store:
     """Looks up records: first those of this user, then the committed ones.
 
     Attributes:
-      folder: the user's cache, by default `$XDG_CACHE_HOME/renga/plans`.
+      folder: the user's cache, by default `$XDG_CACHE_HOME/renga/plans` or `~/.cache/renga/plans`.
     """
 
     def __init__(self, folder: Path | None = None):
@@ -145,7 +143,7 @@ class Store:
         return self.folder / f"{record_key(text, sources=sources_digest())}.json"
 
     def _read(self, file: Path) -> Record | None:
-        """Reads a record of the user's cache; None if it is missing or unreadable, of which it warns once."""
+        """Reads a record of the user's cache; None if it is missing or unreadable. Warns once if it is unreadable."""
         try:
             return from_json(json.loads(file.read_text()))
         except (FileNotFoundError, NotADirectoryError):
@@ -159,7 +157,7 @@ class Store:
 
 
 def text_of(plain: Mapping[str, Any]) -> str:
-    """Returns the text of a record's file: sorted, one value per line."""
+    """Returns JSON with sorted keys, one value per line: the text of a record's file."""
     return json.dumps(plain, indent=1, sort_keys=True) + "\n"
 
 
@@ -169,11 +167,16 @@ def write(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
-    """Writes the records of a plan by key, to be committed; records of failed processes are left out."""
+    """Writes the records of a plan to a file to be committed, without those whose status is FAILED.
+
+    Args:
+      path: the file.
+      found: pairs of a program's identity (`record_key`) and its record.
+    """
     kept = ((text, record) for text, record in found if record.status != FAILED)
     write(path, {"records": {record_key(text): record.as_json() for text, record in kept}})
 
 
 def bytes_of(written: str) -> float:
-    """Converts a size in a compiler message, such as `75.31GiB`, to bytes."""
+    """Converts a size in KiB, MiB or GiB from a compiler message, such as `75.31GiB`, to bytes."""
     return float(written[:-3]) * {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}[written[-3:]]

@@ -20,8 +20,8 @@ class Roofline(NamedTuple):
     Attributes:
       time: the predicted time of the step.
       products: seconds of its matrix products at the chip's peak.
-      hbm_bytes: upper bound of the bytes read and written.
-      hbm: seconds of these bytes at the chip's bandwidth.
+      hbm_bytes: upper bound of the bytes that the step reads from and writes to HBM.
+      hbm: seconds of these bytes at the chip's HBM bandwidth.
     """
 
     time: StepTime
@@ -38,10 +38,9 @@ class Roofline(NamedTuple):
     def binds(self) -> str:
         """The resource that limits the step: "ICI", "DCN", "PCIe", "HBM" or "computation".
 
-        If the traffic of all networks together takes longer than computation and kernels, the network with the most
-        seconds limits the step. Otherwise the chip is the limit. The compiler's estimate of computation includes waits
-        for HBM. So HBM is the limit if its bytes (counted for at most the time of the computation) take longer than the
-        products at the chip's peak and the kernels.
+        If the traffic of all networks together takes longer than computation and kernels, it is the network with the
+        most seconds. Otherwise it is HBM if `hbm`, or the compiler's estimate of computation if that is less, exceeds
+        the time of kernels and of the products at the chip's peak.
         """
         if self.time.traffic_seconds > self.time.busy:
             return max(self.networks, key=lambda network: self.networks[network])
@@ -55,7 +54,7 @@ def roofline(time: StepTime, *, product_flops: float, executed: Iterable[Execute
     Args:
       time: the predicted time of the compiled step.
       product_flops: FLOPs of a chip's matrix products.
-      executed: instructions of the compiled step.
+      executed: instructions of the compiled step, from `executions.walk`.
       chip: the chip that runs it.
     """
     touched = sum(map(touched_bytes, executed))
@@ -63,10 +62,10 @@ def roofline(time: StepTime, *, product_flops: float, executed: Iterable[Execute
 
 
 def touched_bytes(executed: Executed) -> float:
-    """Returns an upper bound of the HBM bytes that an instruction reads and writes: its operands and results.
+    """Returns an upper bound of the HBM bytes of all executions of an instruction: of its operands and results.
 
-    If a loop iterates over a stack of layers, each execution counts one layer of the stack. An instruction in a fusion,
-    which counts as a whole, gives 0, and so does one without an estimate of cycles that is no copy.
+    If a loop iterates over a stack of layers, each execution counts one layer of the stack. The result is 0 for
+    instructions inside a fusion, which counts as a whole, and for those without an estimate of cycles, except copies.
     """
     at = executed.instruction
     if executed.wrappers:  # counted where the wrapping instruction is scheduled
@@ -82,13 +81,16 @@ def touched_bytes(executed: Executed) -> float:
 
 
 def _moved_bytes(at: Instruction) -> float:
-    """Returns the bytes that a copy between memories moves in HBM; the type of a slice names its whole operand too."""
+    """Returns the HBM bytes that a copy between memories reads and writes.
+
+    The type of a slice also contains its whole operand, so each side counts with the size of the smallest array.
+    """
     sides = [(array, is_in_hbm) for array, is_in_hbm in _arrays(at.type) if array.dims]
     return min((array.bytes for array, _ in sides), default=0) * sum(is_in_hbm for _, is_in_hbm in sides)
 
 
 def _arrays(type_: str) -> list[tuple[Array, bool]]:
-    """Returns the arrays of a type, and whether each is in HBM."""
+    """Returns the arrays of a type, each with whether it is in HBM."""
     found = _ARRAY.findall(type_)
     return [
         (array, not re.search(r"S\([1-9]", layout)) for shape, layout in found for array in program.arrays_of(shape)

@@ -1,7 +1,8 @@
 """Chooses which candidate layouts are worth compiling, and ranks them.
 
-Three filters, each more expensive than the one before: tables against shapes rule out what cannot work, arithmetic
-rules out what is very unlikely to fit and orders the rest by likely speed, and the compiler decides.
+There are three filters, each more expensive than the one before. Comparing a strategy's tables with shapes rules out
+what cannot work; arithmetic rules out what is very unlikely to fit, and orders the rest by likely speed; the compiler
+decides.
 """
 
 import collections
@@ -30,8 +31,8 @@ class JudgedCandidate:
     Attributes:
       candidate: the configuration.
       name: name of the candidate, for tables.
-      estimate: None if the tables refuse the candidate.
-      kind, reason: why it was refused; empty if it may fit.
+      estimate: None if the strategy's tables do not fit the slice, the model or the batch.
+      kind, reason: why it was refused, as in `Refused`; empty if it may fit.
       is_as_written: whether it is the experiment as written.
     """
 
@@ -61,7 +62,7 @@ class Judge:
         self._sharded: dict[Any, ShardedState | Refused] = {}
 
     def judge(self, candidate: Candidate) -> JudgedCandidate:
-        """Returns the candidate with its estimate, or with the reason why it cannot work."""
+        """Returns the candidate with its estimate, and with a reason if it cannot work or is very unlikely to fit."""
         sharded = self._place(candidate.layout)
         if isinstance(sharded, Refused):
             degrees = dict(candidate.layout.degrees) if candidate.layout else {}
@@ -96,7 +97,7 @@ def _refused(judged: JudgedCandidate, refused: Refused) -> JudgedCandidate:
 
 
 def rank(judged: JudgedCandidate) -> tuple[bool, float]:
-    """Returns a sort key: refused candidates last, others by seconds per row, at the middle of the two bounds."""
+    """Returns a sort key: refused candidates last, others by the mean of hidden and exposed seconds per row."""
     if judged.reason or judged.estimate is None:
         return True, 0.0
     time = judged.estimate.time
@@ -104,11 +105,16 @@ def rank(judged: JudgedCandidate) -> tuple[bool, float]:
 
 
 def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -> Iterator[AnyCandidate]:
-    """Yields candidates that may fit in the order to compile them: the experiment as written, then the likely fastest.
+    """Yields the candidates that may fit, in the order to compile them: the experiment as written, then as in `judged`.
 
-    At the beginning of the order, each mesh has an equal number of places for candidates that fit into `usable_bytes`
-    by the estimate and for those that exceed it, so that candidates that turn out too large displace none that fit.
-    Of either kind at most `wanted` / 2 pipelines are first, because their estimates are the least certain.
+    Some are moved to the end: all after the first `wanted` / 3 with the same strategy, mesh and batch size, so that
+    others are tried; and pipelines after the first `wanted` / 2, because their estimates are the least certain.
+    Candidates whose estimate exceeds `usable_bytes` are counted apart, so that they displace none that fit.
+
+    Args:
+      judged: all candidates, the likely fastest first (`rank`).
+      wanted: number of candidates to compile.
+      usable_bytes: usable HBM of a chip.
     """
     possible = sorted((one for one in judged if not one.reason), key=lambda one: not one.is_as_written)
     share, of_pipelines = max(1, wanted // _MESHES_IN_FIRST), max(1, wanted // 2)
@@ -132,14 +138,14 @@ def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -
 
 
 def by_reason(judged: Sequence[AnyCandidate]) -> list[tuple[str, list[AnyCandidate]]]:
-    """Groups refused candidates by the kind of reason, the most frequent first."""
+    """Groups the refused candidates by the kind of reason, the most frequent kind first."""
     refused = sorted((one for one in judged if one.reason), key=lambda one: one.kind)
     groups = [(kind, list(group)) for kind, group in itertools.groupby(refused, key=lambda one: one.kind)]
     return sorted(groups, key=lambda group: -len(group[1]))
 
 
 def nearest(judged: Sequence[AnyCandidate], bound: Program) -> list[AnyCandidate]:
-    """Returns candidates that may fit, those most similar to a program's layout first, then by likely speed.
+    """Returns the candidates that may fit, most similar to a program's layout first, equally similar ones by speed.
 
     The program's own layout is left out.
     """

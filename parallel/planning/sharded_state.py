@@ -1,7 +1,6 @@
 """Shards a program's state by a strategy's tables, from shapes alone: checks divisibility, and counts bytes.
 
-Shapes and axes of a program's arrays do not depend on its strategy, so they are traced once. Checking hundreds of
-tables against them takes as long as binding one program.
+Shapes and axes of a program's arrays do not depend on its strategy. So they are traced once for all strategies.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from parallel.strategy import Strategy
 
 
 class Refused(UserError):
-    """A layout that the slice, the model or the batch does not allow.
+    """A layout does not fit the slice, the model, the batch or the memory of a chip.
 
     Attributes:
-      kind: a short name of the reason, the same for all layouts refused for it.
+      kind: a short name of the reason, by which refused layouts are grouped.
     """
 
     def __init__(self, kind: str, reason: str):
@@ -47,7 +46,7 @@ class Step(NamedTuple):
     Attributes:
       remat: the rematerialization policy; None if the model offers no choice.
       batch_size: rows of a global batch.
-      accum_steps: microbatches of a step.
+      accum_steps: number of microbatches over which a step accumulates gradients.
     """
 
     remat: str | None
@@ -71,7 +70,7 @@ class ShardedState:
     """
 
     def __init__(self, tables: Strategy, trace: ModelTrace):
-        """Applies the tables. Raises Refused if slice, model and tables do not fit together."""
+        """Raises Refused if the tables do not fit the slice or the model; `check` checks layers, rows and positions."""
         self.tables, self.trace = tables, trace
         self.params = leaves(trace.shapes.params, trace.axes.params)
         try:
@@ -94,7 +93,7 @@ class ShardedState:
             raise Refused("a dimension does not divide", str(error)) from error
 
     def rescheduled(self, tables: Strategy) -> ShardedState:
-        """Returns the state under `tables`, which differ in the schedule alone; reuses what does not depend on it."""
+        """Returns the state under tables that differ in the schedule alone; reuses what does not depend on it."""
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
         other.tables = tables
@@ -113,7 +112,9 @@ class ShardedState:
     def check(self, step: Step, *, num_streams: int = 1) -> None:
         """Raises Refused if layers do not divide into stages, or rows or positions of a batch over chips.
 
-        The rows must also divide over the `num_streams` streams of the data.
+        Args:
+          step: its batch size and accumulation.
+          num_streams: number of streams of the data, over which the rows must also divide.
         """
         self._check_stages()
         groups = self.shards(["batch"], self.tables.activation_rules)
@@ -134,16 +135,16 @@ class ShardedState:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a pipeline; 1 without one."""
+        """Number of microbatches of the pipeline; 1 without one."""
         return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
 
     @property
     def padding(self) -> float:
-        """Number of layers that the stages of a pipeline run, padding included, divided by that of the model."""
+        """Layers that the stages of a pipeline run, padding included, divided by the model's; 1 without a pipeline."""
         return max((self.padding_of(leaf, of) for leaf, of in self.params), default=1.0)
 
     def padding_of(self, leaf: Any, of: Axes) -> float:
-        """Returns `padding` for one parameter, which is above 1 only for stacks of layers in a pipeline."""
+        """Returns `padding` for one parameter; 1 if it is not of layers that a pipeline divides into stages."""
         schedule = self.tables.pipeline
         if schedule is None or of.names[:1] != ("layers",):
             return 1.0
@@ -154,7 +155,7 @@ class ShardedState:
         return math.prod(self.shape[axis] for axis in axes)
 
     def shards(self, names: Sequence[str | None], table: Rules, *, without: Sequence[str] = ()) -> int:
-        """Returns the number of shards of an array with these logical axes, not counting those over `without`."""
+        """Returns the number of shards of an array with these logical axes; mesh axes in `without` do not count."""
         return self.degree(mesh_axes(names, table) - set(without))
 
     def stored_axes(self, leaf: Any, of: Axes, table: Rules) -> set[str]:
@@ -173,7 +174,7 @@ class ShardedState:
 
     @functools.cached_property
     def state(self) -> dict[str, float]:
-        """Exact bytes on a chip of the `parameters` and of the state of the `optimizer`, by these names."""
+        """Bytes per chip of the parameters and of the optimizer's state, as `parameters` and `optimizer`."""
         shapes, axes, tables = self.trace.shapes, self.trace.axes, self.tables
         return {
             "parameters": self._bytes(shapes.params, axes.params, tables.param_rules),
@@ -182,13 +183,13 @@ class ShardedState:
 
     @functools.cached_property
     def gathered_once(self) -> tuple[str, ...]:
-        """Mesh axes over which a pipeline gathers the weights of a stage before its first tick."""
+        """Mesh axes over which a pipeline gathers weights once per step, before its first tick; () without one."""
         rows = logical.mesh_axes(self.tables.activation_rules["batch"])
         return tuple(a for a in rows if self.shape[a] > 1) if self.tables.pipeline else ()
 
     @functools.cached_property
     def gradients(self) -> float:
-        """Bytes of all gradients on a chip."""
+        """Bytes of the gradients of all trained parameters on a chip."""
         table = self.tables.param_rules
 
         def of_one(leaf: Any, of: Axes) -> float:
@@ -203,7 +204,7 @@ class ShardedState:
 
     @functools.cached_property
     def gathered(self) -> float:
-        """Bytes of the weights that are gathered at a time: those of two layers, or of a pipeline's whole stage.
+        """Estimated bytes of gathered weights on a chip: those of two layers at a time, or of a pipeline's whole stage.
 
         A pipeline also gathers two of the layers before its first stage.
         """

@@ -1,16 +1,17 @@
 """Measures how far two layouts of one training run differ.
 
 A strategy may change speed, memory, and the order in which sums are computed, but nothing else. A few steps of the same
-model on the same batches are run under each layout, and everything that training produces is compared: the loss and
-the metrics of every step, every gradient of the first batch, every parameter, every leaf of the optimizer state, and
-the carry of the last step.
+model on the same batches are run under each layout. The comparison covers the loss and the metrics
+of every step, the gradients of the first batch, and the parameters, the optimizer state and the carry after the last
+step.
 
 Differences are given in absolute terms and in units of the float32 spacing at the largest entry of their leaf ("ulp").
-Whatever the scale of the leaf, rounding gives a few ulp and a wrong sum thousands or more.
+Whatever the scale of the leaf, rounding gives a few ulp, and a wrong sum usually thousands or more.
 
 Some leaves contain only rounding errors. Attention does not depend on the bias of its keys, so the gradient of that
-bias is a sum that cancels to zero; and a bias that starts at zero is as small as its first updates. The rounding error
-is then relative to the terms of the sum, so spacings have a floor (`FLOORS`) from the norm of all leaves of the kind.
+bias is a sum that cancels to zero; and a bias that starts at zero is as small as its first updates. Such rounding
+errors are as large as the terms of the sum make them. So the size of a leaf has a lower bound (`FLOORS`), a fraction of
+the norm of all leaves of its kind.
 """
 
 import dataclasses
@@ -114,12 +115,13 @@ class Trajectory(NamedTuple):
     Attributes:
       fresh: parameters before the first step.
       gradients: gradients of the first step, by parameter, as passed to the optimizer.
-      losses: [steps].
+      losses: loss of each step, [steps].
       params, opt_state: parameters and optimizer state after the last step.
       metrics: the step's other metrics by name: gradient_norm, learning_rate, weight, and those of the model; [steps]
         each.
-      carry: the model's state after the last step, as `{"carry": …}`.
-      is_whole: for each metric, whether its sum was a whole number at every step, as the sums of counts are.
+      carry: the carry after the last step (what the model passes from step to step), as `{"carry": …}`.
+      is_whole: for each metric, whether it is a mean (`WeightedSum`) whose sum was a whole number at every step, as
+        those of counts are.
     """
 
     fresh: Any
@@ -136,7 +138,7 @@ class Difference(NamedTuple):
     """The largest differences between two trees; each number is the largest over all leaves.
 
     The size of a leaf is its largest absolute entry in the second tree, or its floor if that is larger. All numbers are
-    infinite if shapes differ or an entry of either tree is not finite.
+    infinite if a leaf has another shape in the second tree, or an entry that is not finite in either.
 
     Attributes:
       absolute: absolute difference.
@@ -156,7 +158,7 @@ class RecordedGradients(NamedTuple):
 
     Attributes:
       inner: state of the optimizer itself.
-      gradients: tree of the parameters; zeros before the first update.
+      gradients: the gradients, in a tree like that of the parameters; zeros before the first update.
     """
 
     inner: Any
@@ -187,7 +189,7 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
 
     Args:
       program: bound to devices that exist.
-      batches: this host's rows of every global batch, in the order of `data_layout(...).rows`.
+      batches: this host's rows of every global batch, in the order of `data_layout(...).rows`; at least one batch.
     """
     program = dataclasses.replace(program, optimizer=record_gradients(program.optimizer))
     state = program.init()
@@ -208,7 +210,7 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
 
 
 def _mean(value: Any) -> float:
-    """Returns a metric as a number; a mean of nothing is 0."""
+    """Returns a metric as a number; 0 for a mean with weight 0."""
     if not isinstance(value, WeightedSum):
         return float(value)
     return float(value.total / value.weight) if value.weight else 0.0
@@ -219,7 +221,7 @@ def _has_whole_sum(value: Any) -> bool:
 
 
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
-    """Returns the first training batches of a prepared task, with all rows, on every host.
+    """Returns the first `steps` training batches of a prepared task, with all rows, on every host.
 
     Raises:
       UserError: the task's batches end before `steps`.
@@ -250,7 +252,7 @@ def difference(ours: Any, theirs: Any, *, floors: Iterable[float] = ()) -> Diffe
 
     Args:
       ours, theirs: trees of arrays; `theirs` is the second tree of `Difference`.
-      floors: the lower bound of the size of each leaf, as in `Difference`; empty: no floor.
+      floors: lower bounds of the sizes of leaves (`Difference`), one for each leaf in order; empty: none.
     """
     pairs = list(zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True))
     sizes = list(floors) or [0.0] * len(pairs)
@@ -276,7 +278,10 @@ def _apart(ours: Any, theirs: Any, floor: float) -> tuple[float, float, float]:
 
 
 def _floors(tree: Any, share: float) -> list[float]:
-    """Returns for each leaf a fraction of the norm of its kind: gradients, first moments, or second moments."""
+    """Returns for each leaf `share` of the norm of all leaves of its kind.
+
+    Leaves are of one kind if their paths differ only in keys of dicts, as those of all first moments.
+    """
     squares: dict[tuple, float] = {}
     kinds = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -288,15 +293,19 @@ def _floors(tree: Any, share: float) -> list[float]:
 
 
 def tolerance(strategy: str) -> dict[str, float]:
-    """Returns the allowed ulp by part of a trajectory; the largest of `MEASURED` for a strategy that is not in it."""
+    """Returns the allowed ulp by part of a trajectory (`limits`), for a strategy by its name in `MEASURED`.
+
+    For other names, the largest numbers of `MEASURED` are used.
+    """
     return limits(MEASURED.get(strategy) or [max(ulp) for ulp in zip(*MEASURED.values(), strict=True)])
 
 
 def limits(measured: Iterable[float]) -> dict[str, float]:
-    """Returns the allowed difference in ulp by part of a trajectory.
+    """Returns the allowed difference in ulp by part of a trajectory, with the parts of `compare`.
 
-    `measured` has the differences of gradients, losses, parameters and optimizer state. Metrics and carry, which have
-    none, get the widest of these tolerances.
+    Args:
+      measured: measured differences of gradients, losses, parameters and optimizer state; HEADROOM times as much is
+        allowed. Metrics and carry are allowed the largest of these; `fresh` may not differ, and `counts` have no limit.
     """
     allowed = [HEADROOM * ulp for ulp in measured]
     others = {"fresh": 0.0, "metrics": max(allowed), "carry": max(allowed), "counts": np.inf}
@@ -304,17 +313,17 @@ def limits(measured: Iterable[float]) -> dict[str, float]:
 
 
 def exceeding(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Difference]:
-    """Returns the parts that differ by more than a different order of sums explains, or are not finite."""
+    """Returns the parts whose difference exceeds `tolerance(strategy)` or is infinite."""
     allowed = tolerance(strategy)
     return {part: found for part, found in apart.items() if found.ulp > allowed[part] or found.ulp == np.inf}
 
 
 def compare(ours: Trajectory, theirs: Trajectory) -> dict[str, Difference]:
-    """Returns the difference of every part of two trajectories, by its name.
+    """Returns the differences of two trajectories, by name of the part.
 
-    The part `counts` has the metrics of `theirs` with whole sums, and the integers of the carry: rounding can change a
-    count by a whole one (the likeliest token, the expert that is chosen), so no tolerance fits them. `metrics` and
-    `carry` have the others.
+    The parts are `fresh`, `gradients`, `losses`, `params`, `opt_state`, `metrics`, `carry` and `counts`. Metrics with
+    whole sums in `theirs`, and integers of the carry, are in `counts` alone. Rounding can change a count by one or more
+    (the likeliest token, the expert that is chosen), so no tolerance fits them.
     """
     changed = jax.tree.map(np.subtract, theirs.params, theirs.fresh)
     measured_by = {"gradients": theirs.gradients, "params": changed, "opt_state": theirs.opt_state}
@@ -350,14 +359,14 @@ def bind(
     seed: int = 7,
     **options: Any,
 ) -> Program:
-    """Returns the model under a strategy, on CPU devices that simulate the example's slice.
+    """Returns the model under a strategy, on `jax.devices()`: CPU devices that simulate the example's slice.
 
     Args:
       model: the model.
       optimizer: the optimizer.
       example: the strategy and its slice.
       batch: gives the shapes and dtypes of the fields.
-      axes: logical axes of the fields; None: rows and positions.
+      axes: logical axes of the fields; None: `batch` and `length`, for fields of at most two dimensions.
       seed: seed of parameters and random bits.
       **options: further arguments of `Partitioner.program`.
 
@@ -375,7 +384,7 @@ class Subject(NamedTuple):
 
     Attributes:
       model, optimizer: what is trained, and how.
-      axes: logical axes of the fields of a batch; None: rows and positions.
+      axes: logical axes of the fields of a batch; None: `batch` and `length`.
       seed: seed of the parameters and of random bits.
       options: options of the program under a strategy, such as accum_steps; one device trains without them.
       frozen: arguments of `Partitioner.program` that freeze parameters, also on one device.
@@ -389,7 +398,7 @@ class Subject(NamedTuple):
     frozen: Mapping[str, Any] = {}
 
     def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
-        """Returns the program under a strategy; computes in `dtype` if the model has a field for it.
+        """Returns the program under a strategy, with the model as `computing_in(model, dtype)`.
 
         Raises UserError as `bind`.
         """
@@ -397,7 +406,7 @@ class Subject(NamedTuple):
         return bind(model, self.optimizer, example, batch, axes=self.axes, seed=self.seed, **options)
 
     def alone(self, batch: Batch, *, dtype: str) -> Program:
-        """Returns the program on one device, without `options`; `dtype` as in `under`."""
+        """Returns the program on one device, without `options`; otherwise as `under`."""
         return self._replace(options={}).under(ONE_DEVICE, batch, dtype=dtype)
 
 
@@ -405,13 +414,14 @@ Apart = Mapping[str, Difference]  # by part of the trajectory
 
 
 class StrategyRow(NamedTuple):
-    """The differences between one strategy and one device, with one process and with several.
+    """The differences between training under one strategy and on one device, with one process and with several.
 
     Attributes:
-      name: name of the example.
+      name: name of the example, as in `EXAMPLES`.
       slice: name of its slice.
-      float32, bfloat16: differences in one process, by dtype of computation; bfloat16 is None if it was not compared.
-      played: differences in float32 with several processes, by their number.
+      float32, bfloat16: differences in one process, by the dtype that the model computes in; bfloat16 is None if it was
+        not compared.
+      played: differences in float32 with several processes, by the number of processes; {} from `measure`.
       refused: why the strategy does not fit the model, so that there are no differences; "" if it fits.
       mesh: the degrees as text.
     """
@@ -426,7 +436,7 @@ class StrategyRow(NamedTuple):
 
     @property
     def beyond(self) -> list[str]:
-        """Describes the leaves that differ from one device by more than the strategy's tolerance."""
+        """Describes the parts that differ in float32 by more than the strategy's tolerance; each by its worst leaf."""
         every = {self.slice: self.float32, **{f"{n} processes": apart for n, apart in self.played.items()}}
         limits = tolerance(self.name)
         return [
@@ -445,7 +455,7 @@ def measure(
       subject: the model and its training options.
       examples: strategies with their slices, by name.
       data: the global batch of every step.
-      bfloat16: also compare in bfloat16, with one device in bfloat16, if the model has a field `dtype`.
+      bfloat16: whether to compare in bfloat16 too, with one device in bfloat16, if the model has a field `dtype`.
     """
     dtypes = ("float32", "bfloat16") if bfloat16 and _has_dtype(subject.model) else ("float32",)
     refused = {name: _refusal(subject, example, data[0]) for name, example in examples.items()}
@@ -464,7 +474,7 @@ def measure(
 
 
 def _refusal(subject: Subject, example: Example, batch: Batch) -> str:
-    """Returns why the strategy refuses the model; empty if it does not."""
+    """Returns why the strategy does not fit the model; "" if it fits."""
     try:
         subject.under(example, batch)
     except UserError as error:

@@ -3,8 +3,8 @@
 Two recordings (`recording`) are compared in causal order. The first difference that rounding does not explain
 is the one to investigate, because all later ones may follow from it.
 
-Differences are in units of the float32 spacing at the largest entry of the tensor ("ulp"), as in `agreement`,
-but without its floor for tensors that contain only rounding errors. Each layer's tensor is measured separately.
+Differences are in units of the float32 spacing at the largest entry of both tensors ("ulp"). In contrast to
+`agreement`, there is no floor for tensors that contain only rounding errors, and layers are measured one by one.
 """
 
 import itertools
@@ -57,11 +57,11 @@ class Compared(NamedTuple):
       phase: "forward", "loss", "gradients" or "update"; or an input of the run, "data" or "start".
       place: the part of the model, such as "layer 3".
       tensor: its name there.
-      ulp: largest difference divided by the float32 spacing at the largest entry of both; infinite if shapes differ,
-        an integer differs, or one entry is not finite. For updated parameters it is the root mean square difference,
-        because Adam turns a gradient that contains only rounding errors into a full step.
-      absolute: the same difference, not divided.
-      remark: why the tensors cannot be subtracted; else empty.
+      ulp: largest difference divided by the float32 spacing at the largest entry of both; infinite if integers differ,
+        or with a remark. For updated parameters the root mean square difference is divided, because Adam turns a
+        gradient that contains only rounding errors into a full step.
+      absolute: the same difference, not divided; infinite with a remark.
+      remark: why the tensors cannot be subtracted; "" if they can.
     """
 
     step: int
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """The group of the tensor; the order of dependency inside a group is unknown."""
+        """Step, phase and place; which tensors of such a group depend on others of it is unknown."""
         return self.step, self.phase, self.place
 
     def __str__(self) -> str:
@@ -86,8 +86,9 @@ class Verdict(NamedTuple):
     """The result of a comparison.
 
     Attributes:
-      first: the tensor with the largest difference in the first group that differs; None if the runs are equal.
-      rows: all comparisons, in causal order.
+      first: the tensor with the most ulp among those of the first group that differ by more than the tolerance; None if
+        no tensor does.
+      rows: the comparisons of all tensors but inputs of the run, in causal order.
       tolerance: allowed difference in ulp, in the form of `TOLERANCE`.
     """
 
@@ -109,7 +110,10 @@ class Verdict(NamedTuple):
         return row.ulp > self.allowed(row)
 
     def shown(self) -> list[Compared]:
-        """Returns the worst tensors around the first difference; of equal runs, the worst of each phase."""
+        """Returns the tensors with the most ulp in the groups around `first`: several of its group, one of each other.
+
+        If `first` is None, returns the one with the most ulp of each phase of each step.
+        """
         worst: dict[Any, Compared] = {}
         for row in self.rows:
             group = row.group if self.first else (row.step, row.phase)
@@ -123,9 +127,11 @@ class Verdict(NamedTuple):
 
 
 def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[float, float]]) -> Verdict:
-    """Returns the comparison of two recordings in causal order, with the first group of tensors that differs.
+    """Compares two recordings in causal order, and finds the first group with a tensor that differs.
 
-    `tolerance` has the form of `TOLERANCE`.
+    Args:
+      ours, theirs: the recordings; their inputs (`given`) are not compared here.
+      tolerance: allowed differences, in the form of `TOLERANCE`.
     """
     rows = [row for row in compare(ours, theirs) if row.phase not in (DATA, START)]
     verdict = Verdict(None, rows, tolerance)
@@ -136,7 +142,7 @@ def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[f
 
 
 def given(ours: Recording, theirs: Recording) -> dict[str, list[Compared]]:
-    """Returns the inputs of the runs that are not bitwise equal, by phase: `data` and `start`."""
+    """Returns the inputs of the runs that are not equal, by phase: `data` and `start`."""
     rows = [row for row in compare(ours, theirs) if row.ulp > 0]
     return {phase: [row for row in rows if row.phase == phase] for phase in (DATA, START)}
 
@@ -152,9 +158,9 @@ def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
 def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> tuple[float, float, str]:
     """Returns the difference of two arrays in ulp and in absolute terms, and a remark if they cannot be subtracted.
 
-    It is the largest difference of any entry, or with `mean` the root mean square over all entries. In ulp it is
-    infinite for integers that differ, and both are with a remark: if one array is None, shapes differ, or an entry is
-    not finite. The remark is "" otherwise.
+    The difference is the largest of any entry, or with `mean` the root mean square over all entries. In ulp, it is
+    infinite for integers that differ. There is a remark, and both numbers are infinite, if one array is None, if shapes
+    differ, or if arrays that are not equal contain NaN or infinity.
     """
     if a is None or b is None:
         return np.inf, np.inf, f"only in {'B' if a is None else 'A'}"
@@ -186,19 +192,19 @@ def run(
     origin: Origin | None = None,
     data_of: Recording | None,
 ) -> dict[str, np.ndarray]:
-    """Records a run of one variant, on its own data or on the batches of another recording.
+    """Records a run of a program, on its own data or on the batches of another recording.
 
     Args:
       program: bound to devices that exist.
       task: a prepared task.
       steps: number of steps.
-      checkpoint: folder of the step to take the state from; None starts afresh. Data starts at its beginning.
-      origin: reads frozen parameters that the checkpoint leaves out.
-      data_of: a recording whose batches to train on.
+      checkpoint: folder of the step to take the state from; None: a new state. Data starts at its beginning anyway.
+      origin: reads frozen parameters that the checkpoint leaves out; None: it leaves out none.
+      data_of: a recording whose batches to train on; None: those of the task.
 
     Raises:
-      UserError: the checkpoint does not fit, the task's batches end before `steps`, or those of `data_of` have other
-        shapes.
+      UserError: the checkpoint is damaged or does not fit, the task's batches end before `steps`, those of `data_of`
+        have other shapes, or the strategy's runs cannot be recorded (`recording.record`).
     """
     own = agreement.batches_of(task, program, steps=steps)
     batches = own if data_of is None else _batches(data_of, own)

@@ -1,6 +1,7 @@
-"""Records every array that a short training run computes, named and in causal order.
+"""Records the main arrays that a short training run computes, named and in causal order.
 
-An array can depend only on those before it, so the first difference between two recordings is the one to investigate.
+Groups of arrays depend only on themselves and on groups before them. So the first difference between two recordings is
+the one to investigate.
 
     step 1   forward      embedding, layer 0 … L-1: the residual stream after each; head: logits
              loss         of the step
@@ -8,8 +9,9 @@ An array can depend only on those before it, so the first difference between two
              update       optimizer state, parameters
     step 2   …
 
-The residual stream is the value that `core.stack` passes from layer to layer, so it is recorded for every model built
-with it. Logits are recorded if the model has `logits(params, batch)`. Other models record loss, gradients and update.
+The residual stream is the value that `core.stack` passes from layer to layer. It is recorded for models that are built
+with `core.stack`, unless their stack runs inside another transformation. Logits are recorded if the model has
+`logits(params, batch)`. Loss, gradients and update are recorded for every model.
 """
 
 import dataclasses
@@ -48,15 +50,15 @@ def key(step: int, phase: str, place: str, tensor: str = "") -> str:
 
 
 def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """Trains on the batches and records every array.
+    """Trains on the batches, one step each, and records the arrays of the module's table.
 
     Args:
       program: bound to devices that exist.
       state: the initial state; donated.
-      batches: global batches, complete on every host.
+      batches: global batches, complete on every host; at least one.
 
     Returns:
-      The recording, on every host; the state before step 1 is phase `START` of step 0.
+      The recording, on every host. It begins with the initial state, as phase `START` of step 0.
 
     Raises:
       UserError: the strategy computes the positions of rows in another order (`ring_attention`).
@@ -96,14 +98,14 @@ def _with_gradients(recording: Program, state: TrainState) -> TrainState:
 
 
 class _Forward:
-    """The forward pass on a global batch, with the inputs and outputs of all layers."""
+    """The forward pass on a global batch, with the input and output of each layer."""
 
     def __init__(self, program: Program):
         self._program = program
         self._jitted = jax.jit(lambda state, batch: residuals(program, state.params, state, batch))
 
     def __call__(self, state: TrainState, batch: Any) -> dict[tuple[str, str], np.ndarray]:
-        """Returns arrays by (place, tensor); none if the model's layer stack runs inside another transformation."""
+        """Returns arrays by (place, tensor); {} if the model's layer stack runs inside another transformation."""
         with self._program.partitioner.tracing():
             try:
                 seen, logits = self._jitted(state, batch)
@@ -140,7 +142,8 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
       batch: a batch.
 
     Returns:
-      For every layer stack its input and its outputs [L, ...]; then the logits, or None for a model without them.
+      A list with a pair for every layer stack: its input, and the outputs of its layers [L, ...]. And the logits, or
+      None for a model without them.
     """
     model, seen = program.model, []
     rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
@@ -174,7 +177,7 @@ class _Order:
         self._num_first = _num_first(program)
 
     def gradients(self, tree: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Yields (place, name, array) of every gradient; stacked gradients layer by layer."""
+        """Yields (place, name, array) of the gradients in `tree`; stacked gradients layer by layer."""
         others: list[tuple[str, np.ndarray]] = []
         stacked: dict[str, list[tuple[str, np.ndarray]]] = {axis: [] for axis in logical.STACKED}
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -190,19 +193,19 @@ class _Order:
 
 
 def _num_first(program: Program) -> int:
-    """Returns the number of layers of a stack before those that repeat, as places count them."""
+    """Returns the number of layers at the beginning of a stack, before those that repeat (`core.stack.First`)."""
     shapes = jax.tree.leaves(program.abstract_state.params)
     both = zip(shapes, _axes_leaves(program.axes.params), strict=True)
     return max((shape.shape[0] for shape, axes in both if axes[:1] == (logical.FIRST_LAYERS,)), default=0)
 
 
 def _start(axis: str | None, num_first: int) -> int:
-    """Returns the number of the first layer that an axis of layers counts."""
+    """Returns the number of the first layer of a stacked parameter whose first axis is `axis`."""
     return num_first if axis == logical.LAYERS else 0
 
 
 def _feeds_the_stack(program: Program) -> set[str]:
-    """Returns the names of the parameters that the input of the first layer stack depends on."""
+    """Returns the names of the parameters that the input of the first layer stack depends on; empty if unknown."""
     state = program.abstract_state
     batch = batch_shapes(program.spec)
 
@@ -246,6 +249,6 @@ def _axes_leaves(axes: Any) -> list[tuple[str | None, ...]]:
 
 
 def _storable(a: Any) -> np.ndarray:
-    """Converts to an array that numpy can save: narrow floating-point types become float32, which is exact."""
+    """Converts to an array that numpy can save: floating-point types of less than 4 bytes become float32."""
     a = np.asarray(a)
     return a.astype(np.float32) if a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating) else a
