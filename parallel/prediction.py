@@ -93,7 +93,7 @@ class PredictionCheck:
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
-        """Returns rows of the run summary: `predicted` (on TPU slices), and `measured`: whether measurements follow."""
+        """Returns rows of the run summary: `predicted` (on TPU slices), and `measured`."""
         if not self._slice.is_tpu:
             return {"measured": FOLLOWS if self._is_measured else SIMULATED}
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)

@@ -117,9 +117,9 @@ class Decoder:
         return jax.tree.map(of_each, self._apart, self._layouts, self._program.abstract_state.params)
 
     def laid_out(self, params: Params) -> Params:
-        """Returns the parameters for generation: in the dtypes of `dtypes`, small models copied to every chip.
+        """Returns the parameters in the dtypes of `dtypes`; those of small models are copied to every chip.
 
-        Where the module's docstring says so, a stacked parameter becomes a tuple of one array per layer.
+        Stacked parameters become tuples of one array per layer, but for the exceptions in the module's docstring.
         """
         with self.tracing():
             return self._laid_out(params)
@@ -218,7 +218,7 @@ class Decoder:
           params: from `laid_out`.
           state: from the last call, or the state after the prompts.
           key: random key.
-          rows: a number for each row, [B], from which its draws have their random keys (`sampling.draw`).
+          rows: number of each row, [B]; with `key` and the position it makes the random key of a draw.
           count: number of tokens, at most STEPS, [].
           **static: `sampling`, `stop_ids` and `num_ids`, see `parallel.generation.generating.Generator.generate`.
 
@@ -277,13 +277,13 @@ def next_ids(
     Args:
       state: the rows, with the logits of the next id.
       key: random key.
-      rows: a number for each row, [B], from which its draws have their random keys (`sampling.draw`).
+      rows: number of each row, [B]; with `key` and the position it makes the random key of a draw.
       sampling: how ids are drawn from the logits.
       stop_ids: ids that end a row.
       num_ids: only ids below this are drawn; None: all.
 
     Returns:
-      What was drawn, and for each row whether it has ended now, [B].
+      What was drawn, and for each row whether it ended, now or before, [B].
     """
     possible = state.logits
     if num_ids is not None:
@@ -354,7 +354,10 @@ class Recomputing:
 
 
 def text_batch(spec: BatchSpec, ids: jax.Array) -> Mapping[str, jax.Array]:
-    """Returns a batch with the inputs `ids`, [B, T], one segment per row; targets and other fields of `spec` are 0."""
+    """Returns a batch of text with the inputs `ids`, [B, T], one segment per row and weights of 1.
+
+    Targets and the other fields of `spec`, such as images, are 0.
+    """
     shapes = batch_shapes(spec, rows=ids.shape[0])
     others = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
     text = {

@@ -96,19 +96,20 @@ class Generator:
           max_tokens: largest number of new ids per row.
           sampling: how tokens are drawn.
           seed: seed of the draws.
-          first_row: number of the first prompt, from which its draws have their random keys. With other numbers, other
-            calls draw independently.
+          first_row: number of the first prompt, on which the random keys of its draws depend; the next prompts have the
+            next numbers. Calls with different numbers draw independently.
           stop_ids: ids that end a row.
           num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
           slots: least number of slots of the cache, so that calls of different lengths share programs; None: as many as
             needed. Not used for a model without a cache.
-          vectors: for each prompt, what takes the place of embedded ids, or None. Empty if no prompt has any; a model
-            whose `extend` does not take vectors needs that.
+          vectors: for each prompt, what takes the place of embedded ids, or None; empty: nothing in any prompt. The
+            model's `extend` must take them.
           on_tokens: called for each position with the new id of every row, None for rows that have ended. If it returns
             True, only the tokens that are already being generated follow.
 
         Raises:
-          UserError: no prompt, an empty prompt, an id that the model does not have, or more positions than it has.
+          UserError: there is no prompt, a prompt is empty or has an id that the model does not have, or a prompt with
+            its new ids needs more positions than the model has.
         """
         self.check(prompts, max_tokens=max_tokens)
         static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
@@ -184,7 +185,7 @@ def _inserted(
 
 
 def _laid_out(rows: jax.sharding.Sharding, *arrays: np.ndarray | np.int32) -> list[jax.Array]:
-    """Shards values [B] and scalars as `decode` returns them, so that its second call compiles no other program."""
+    """Shards arrays [B] and scalars as `decode` returns them, so that its first and second call share a program."""
     if not isinstance(rows, NamedSharding):
         return [jnp.asarray(array) for array in arrays]
     axes = rows.spec[:1]
@@ -203,10 +204,11 @@ def max_positions(program: Program) -> int | None:
 
 
 def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-    """Checks prompts that `max_tokens` new ids follow, without running anything; parameters are not needed.
+    """Checks that a model can continue the prompts by `max_tokens` ids, without running it.
 
     Raises:
-      UserError: no prompt, an empty prompt, an id that the model does not have, or more positions than it has.
+      UserError: there is no prompt, a prompt is empty or has an id that the model does not have, or a prompt with its
+        new ids needs more positions than the model has.
     """
     if not prompts:
         raise UserError("generation needs prompts of at least one id each")

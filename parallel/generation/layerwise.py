@@ -191,7 +191,7 @@ def _calls(program: Program) -> list[tuple[int, int]]:
 
 
 def _range(spec: Any, model: Any) -> tuple[int, int]:
-    """Returns the first of the layers that a stacked parameter is of, and the last plus 1; (0, 0) for others."""
+    """Returns the number of the first layer that a stacked parameter is of, and of the last plus 1; else (0, 0)."""
     if not logical.is_stacked(spec.axes):
         return 0, 0
     first = model.num_first_layers

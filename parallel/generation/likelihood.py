@@ -116,7 +116,7 @@ class Scorer:
         return length
 
     def _rows(self, length: int) -> int:
-        """Returns the rows of a batch: for each shard of rows a power of two, the largest that _LOGITS_BYTES allows."""
+        """Returns the rows of a batch: per shard of rows, the largest power of two that _LOGITS_BYTES allows, or 1."""
         size = self._model.vocab_size if can(self._model, HasVocabulary) else 1
         most = max(1, _LOGITS_BYTES // (4 * length * size))
         return self._row_shards * 2 ** (most.bit_length() - 1)

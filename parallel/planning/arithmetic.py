@@ -8,7 +8,7 @@ to choose which layouts to compile. Printed figures are labeled as arithmetic:
                     accumulated gradients, and in a pipeline the gathered weights
                   in the backward pass of a layer: gradients, gathered weights, and what one layer computes
     compute     FLOPs of matrix products, with recomputation and pipeline bubbles / 80 % of the chip's peak,
-                plus the time to read and write the state once
+                plus the time to read and write the state once (in a pipeline also saved values and gradients)
     kernels     FLOPs of Pallas kernels, such as attention / 40 % of the chip's peak
     traffic     gathers of weights, reductions of gradients, sums of tensor parallel products, keys and values between
                 chips that share a row, activations between stages / the bandwidth of their mesh axes
@@ -101,7 +101,10 @@ def place(program: Program) -> tuple[ShardedState, Step]:
 
 
 def _work(sharded: ShardedState, step: Step) -> Work:
-    """Returns the work of a step for one row; in a pipeline with padding, and the second forward pass of stages."""
+    """Returns the work of a step for one row.
+
+    In a pipeline it includes layers of padding and, if stages save only their input, their second forward pass.
+    """
     trace, schedule = sharded.trace, sharded.tables.pipeline
     work = trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
     if schedule is None:
@@ -160,7 +163,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
 
 
 def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
-    """Returns bytes in HBM that wait for the backward pass: those of loops in total, and those of each other array."""
+    """Returns bytes in HBM of arrays saved for the backward pass: the sum of those of loops, and each other one's."""
     schedule = sharded.tables.pipeline
     others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1 and not k.on_host]
     if schedule is None:
@@ -183,9 +186,9 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
 
 
 def _waiting(sharded: ShardedState, rows: float) -> float:
-    """Returns the bytes that zero-bubble keeps for the gradients of matrices.
+    """Estimates the bytes that a zero-bubble schedule keeps for the gradients of matrices.
 
-    They are what the layers save if the backward pass recomputes no matrix product.
+    They are what layers save with the choice of `remat` that recomputes least.
     """
     works = sharded.trace.works.values()
     least = min(work.flops for work in works)
@@ -227,7 +230,10 @@ def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
 
 
 def _one_layer(sharded: ShardedState, rows: float) -> float:
-    """Estimates the bytes that the backward pass of a layer computes: what the layer saves if `remat` saves most."""
+    """Estimates the bytes of one layer's arrays in its backward pass.
+
+    They are what the layer saves with the choice of `remat` that saves most.
+    """
     everything = max(sharded.trace.works.values(), key=lambda work: work.row_bytes)
     return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.of_loops)
 
@@ -291,7 +297,7 @@ _Sent = Iterator[tuple[Collection[str], float]]
 
 
 def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
-    """Yields gathers of parameters and reductions of their gradients; also moves of a pipeline's layers, if padded."""
+    """Yields gathers of parameters, reductions of their gradients and, with padding, moves of layers to stages."""
     table, used = sharded.tables.param_rules, sharded.tables.activation_rules
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
     for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):

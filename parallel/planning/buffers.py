@@ -102,10 +102,10 @@ def parse(assignment: str, live_ranges: str) -> Buffers:
 
 
 def fullest(values: Sequence[Value]) -> list[tuple[Value, int]]:
-    """Returns pairs of a temporary at the peak and the bytes attributed to it, most bytes first.
+    """Returns the temporaries at the peak, each with the bytes attributed to it, most bytes first.
 
-    The peak is the instruction at which temporaries occupy most bytes. Those to which no byte is attributed, because
-    they only share the memory of others, are left out.
+    The peak is the instruction at which temporaries occupy most bytes. Temporaries that only share the memory of larger
+    ones have no bytes attributed to them, and are left out.
     """
     by_first = sorted(values, key=lambda value: value.first)
     firsts = [value.first for value in by_first]

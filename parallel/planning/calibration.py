@@ -1,4 +1,4 @@
-"""Compares predictions with published steps, which give every predicted time its interval and its label.
+"""Compares predictions with published steps; the errors give every predicted time its interval.
 
 `published.json` lists training steps whose speed on TPUs is public. Each has an experiment file in `gin/published/`
 and, once compiled for the same slice (`tests/run.sh lab published --write`), the predicted seconds of its parts. A

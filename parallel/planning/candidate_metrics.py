@@ -27,7 +27,7 @@ class CandidateMetrics:
       flops: FLOPs of the model in a step, without recomputation; None if the model does not count them.
       used_bytes: bytes of a chip's HBM in use at the peak.
       time: time of a step.
-      bubble: idle share of a pipeline's time, 0 to 1; by arithmetic with layers of padding. 0 without a pipeline.
+      bubble: idle share of a pipeline's time, 0 to 1 (by arithmetic it includes layers of padding); 0 without one.
       compile_seconds: time to compile; None if `time` and `used_bytes` are estimated by arithmetic.
       is_as_written: whether the candidate is the experiment as written.
     """
@@ -85,7 +85,7 @@ class CandidateMetrics:
         return fast * self.steps / 3600, slow * self.steps / 3600
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the metrics, and the parts of the step's time, as JSON values."""
+        """Returns figures of the candidate, and the parts of its step's time, as JSON values."""
         names = (
             *("name", "rows", "used_bytes", "free_bytes", "step_seconds", "scheduled_seconds", "tokens_per_second"),
             *("mfu", "hours", "bubble", "compile_seconds", "is_as_written"),
@@ -94,6 +94,12 @@ class CandidateMetrics:
 
 
 def between(pair: Range, form: str, factor: float = 1) -> str:
-    """Formats both numbers times `factor` by `form`, the smaller first: `0.61 – 0.94`; one if both look alike."""
+    """Formats a range with the smaller number first, such as `0.61 – 0.94`; as one number if both look alike.
+
+    Args:
+      pair: the range.
+      form: format string for a number, such as `{:.2f}`.
+      factor: multiplies both numbers.
+    """
     low, high = (form.format(value * factor) for value in sorted(pair))
     return low if low == high else f"{low} – {high}"

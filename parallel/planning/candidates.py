@@ -275,7 +275,7 @@ def _accepts(model: Any, remat: str) -> bool:
 def accumulations(rows_per_group: int) -> list[int]:
     """Returns the values of `accum_steps` to try: the powers of two, from 1, that divide `rows_per_group`.
 
-    A group is the chips that have the same rows.
+    A group consists of chips that have the same rows.
     """
     return [2**n for n in range(max(rows_per_group, 1).bit_length()) if rows_per_group % 2**n == 0]
 

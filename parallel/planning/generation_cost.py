@@ -80,7 +80,7 @@ class GenerationCost(NamedTuple):
 
 
 def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> GenerationCost:
-    """Compiles generation for the slice of a program whose devices are `compiling.devices_of(slice)`.
+    """Compiles generation for a program whose devices are `compiling.devices_of(slice)`, and returns its cost.
 
     Args:
       bound: the program. Its model must have `vocab_size`; its optimizer is not used.

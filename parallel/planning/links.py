@@ -158,5 +158,5 @@ def _extent(places: np.ndarray, size: int, wraps: bool) -> Extent:
 
 
 def _crossing(extent: Extent) -> float:
-    """Returns what the middle link of a dimension carries one way in an all-to-all, in payloads of one chip."""
+    """Returns what the middle link of a dimension carries one way in an all-to-all, in multiples of a payload."""
     return extent.chips * extent.stride / (8 if extent.is_ring else 4)

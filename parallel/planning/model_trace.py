@@ -217,7 +217,7 @@ def trace(
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
-    """Returns the model, with the attention that a TPU would choose if its own is "auto" (which traces both)."""
+    """Returns the model with "auto" attention replaced by what a TPU would choose; a trace of "auto" has both."""
     chosen = model.attention if can(model, ChoosesKernels) else ""
     if chosen != "auto" or wrappers.field_path(model, "attention") is None:
         return model
@@ -407,7 +407,7 @@ class _Sizes:
         self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n or size == 0 for size in taken))
 
     def all_kept(self, tree: Any, on_host: Sequence[bool] | None = None) -> tuple[Kept, ...]:
-        """Describes the kept arrays; of those outside of loops, one for each pair of axes and size (`_distinct`).
+        """Describes the saved arrays in `tree`; of those outside of loops, one for each pair of axes and size.
 
         `on_host` says for each leaf of the tree whether it is in the memory of the host; None: none is.
         """

@@ -29,7 +29,7 @@ from parallel.strategy import Strategy
 
 
 class Refused(UserError):
-    """A layout does not fit the slice, the model, the batch or the memory of a chip.
+    """A layout does not fit the slice, the model, the batch, or a chip's HBM or host memory.
 
     Attributes:
       kind: a short name of the reason, by which refused layouts are grouped.
@@ -140,7 +140,7 @@ class ShardedState:
 
     @property
     def padding(self) -> float:
-        """Layers that the stages of a pipeline run, padding included, divided by the model's; 1 without a pipeline."""
+        """Layers that a pipeline runs, with padding, divided by those of the model; 1 without a pipeline."""
         return max((self.padding_of(leaf, of) for leaf, of in self.params), default=1.0)
 
     def padding_of(self, leaf: Any, of: Axes) -> float:

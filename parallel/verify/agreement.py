@@ -1,17 +1,16 @@
 """Measures how far two layouts of one training run differ.
 
 A strategy may change speed, memory, and the order in which sums are computed, but nothing else. A few steps of the same
-model on the same batches are run under each layout. The comparison covers the loss and the metrics
-of every step, the gradients of the first batch, and the parameters, the optimizer state and the carry after the last
-step.
+model on the same batches are run under each layout. The comparison covers the loss and the metrics of every step, the
+gradients of the first batch, and the parameters, the optimizer state and the carry after the last step.
 
 Differences are given in absolute terms and in units of the float32 spacing at the largest entry of their leaf ("ulp").
 Whatever the scale of the leaf, rounding gives a few ulp, and a wrong sum usually thousands or more.
 
 Some leaves contain only rounding errors. Attention does not depend on the bias of its keys, so the gradient of that
-bias is a sum that cancels to zero; and a bias that starts at zero is as small as its first updates. Such rounding
-errors are as large as the terms of the sum make them. So the size of a leaf has a lower bound (`FLOORS`), a fraction of
-the norm of all leaves of its kind.
+bias is a sum that cancels to zero; and a bias that starts at zero is as small as its first updates. Their rounding
+errors are in proportion to the terms of the sums, not to the results. So the size of a leaf has a lower bound
+(`FLOORS`): a fraction of the norm of all leaves of its kind.
 """
 
 import dataclasses
@@ -423,7 +422,7 @@ class StrategyRow(NamedTuple):
         not compared.
       played: differences in float32 with several processes, by the number of processes; {} from `measure`.
       refused: why the strategy does not fit the model, so that there are no differences; "" if it fits.
-      mesh: the degrees as text.
+      mesh: the degrees as text; "" if the strategy does not fit.
     """
 
     name: str

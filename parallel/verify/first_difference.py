@@ -53,7 +53,7 @@ class Compared(NamedTuple):
     """One tensor of both recordings.
 
     Attributes:
-      step: number of the step, from 1.
+      step: number of the step, from 1; 0 for "start".
       phase: "forward", "loss", "gradients" or "update"; or an input of the run, "data" or "start".
       place: the part of the model, such as "layer 3".
       tensor: its name there.

@@ -61,7 +61,8 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
       The recording, on every host. It begins with the initial state, as phase `START` of step 0.
 
     Raises:
-      UserError: the strategy computes the positions of rows in another order (`ring_attention`).
+      UserError: the strategy shards keys by position (`kv_length`), so that layers have the positions of a row in
+        another order.
     """
     strategy, shape = program.partitioner.strategy, program.partitioner.shape
     if logical.shards(strategy.activation_rules["kv_length"], shape) > 1:
@@ -205,7 +206,10 @@ def _start(axis: str | None, num_first: int) -> int:
 
 
 def _feeds_the_stack(program: Program) -> set[str]:
-    """Returns the names of the parameters that the input of the first layer stack depends on; empty if unknown."""
+    """Returns the names of the parameters that the input of the first layer stack depends on.
+
+    The result is empty if there is no stack, or it runs inside another transformation.
+    """
     state = program.abstract_state
     batch = batch_shapes(program.spec)
 
