@@ -60,7 +60,7 @@ def label(record: Prediction) -> str:
 
 
 class PredictionCheck:
-    """Adds MFU, HBM and predictions to a step's metrics, and warns when measurements differ from predictions."""
+    """Computes MFU, HBM and predictions for reports of metrics, and warns if measurements differ from predictions."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PredictionCheck:
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
-        """Returns rows of the run summary: `predicted` (on TPU slices), and `measured`."""
+        """Returns rows of the run summary, by name: what is predicted (on TPU slices), and what is measured."""
         if not self._slice.is_tpu:
             return {"measured": FOLLOWS if self._is_measured else SIMULATED}
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)

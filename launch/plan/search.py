@@ -127,7 +127,8 @@ def _require_bindable(
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     """Returns the candidates with their estimates: those that may fit from the fastest, then the others with reasons.
 
-    Of choices of `remat` with the same work, one is tried, and only those that gin bindings can set.
+    Of choices of `remat` with the same work, one is tried. Choices that gin bindings cannot set are left out, except
+    the model's own.
 
     Args:
       question: the input of the plan.
@@ -221,7 +222,7 @@ class Writer:
         )
 
     def bindings(self, candidate: Candidate) -> list[str]:
-        """Returns the bindings that change the experiment to the candidate; [] if they are equal."""
+        """Returns the bindings that change the experiment to the candidate."""
         statements = _layout(candidate.layout) if candidate.layout else []
         if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
             statements += self._changes.of_model("remat", repr(candidate.remat))

@@ -1,4 +1,4 @@
-"""Draws tokens from logits: by temperature, from the most likely ones.
+"""Draws tokens from logits with a temperature, and if wanted only from the most likely ones.
 
 B rows, V vocabulary.
 """

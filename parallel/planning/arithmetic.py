@@ -348,8 +348,8 @@ def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
 def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
     """Yields the traffic of an embedding's gradient that is sent per looked-up row (`models.derivatives.embedded`).
 
-    Of the mesh axes that shard the positions of a batch, those that also shard the table's columns exchange them in an
-    all-to-all; those that also shard its vocabulary gather; over the others, pieces of the table are summed.
+    Of the mesh axes that shard the positions of a batch, those that also shard the table's columns exchange rows in an
+    all-to-all; those that also shard its vocabulary gather rows; over the others, pieces of the table are summed.
     """
     split = mesh_axes(_LOOKUP_ROWS, sharded.tables.activation_rules)
     vocab, columns = (mesh_axes([name], sharded.tables.param_rules) for name in _LOOKED_UP)

@@ -158,5 +158,8 @@ def _extent(places: np.ndarray, size: int, wraps: bool) -> Extent:
 
 
 def _crossing(extent: Extent) -> float:
-    """Returns what the middle link of a dimension carries one way in an all-to-all, in multiples of a payload."""
+    """Returns what the middle link of a dimension carries one way in an all-to-all.
+
+    The unit is the payload of one chip.
+    """
     return extent.chips * extent.stride / (8 if extent.is_ring else 4)

@@ -217,7 +217,10 @@ def trace(
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
-    """Returns the model with "auto" attention replaced by what a TPU would choose; a trace of "auto" has both."""
+    """Returns the model with "auto" attention replaced by "splash"; a trace of "auto" would contain both kinds.
+
+    The model itself is returned if its attention is not "auto", or splash attention does not support its shapes.
+    """
     chosen = model.attention if can(model, ChoosesKernels) else ""
     if chosen != "auto" or wrappers.field_path(model, "attention") is None:
         return model

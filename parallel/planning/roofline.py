@@ -31,7 +31,7 @@ class Roofline(NamedTuple):
 
     @property
     def networks(self) -> Mapping[str, float]:
-        """Seconds of traffic by network."""
+        """Seconds of traffic over "ICI", "DCN" and "PCIe"; 0 for one without traffic."""
         return {n: sum(a.seconds for a in self.time.traffic if a.network == n) for n in ("ICI", "DCN", "PCIe")}
 
     @property
