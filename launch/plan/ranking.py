@@ -31,9 +31,9 @@ _OF_COMPILED = ("predicted", "compiled in s")
 def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
     """Prints a table of candidates, with as many columns as the terminal's width allows.
 
-    For compiled candidates, the column `predicted` is the step time if exactly the traffic that the compiler overlapped
-    is hidden, and the range in `step s` is that time with its known error. For others, this range reaches from all
-    traffic hidden to none.
+    For compiled candidates, the column `predicted` is the step time with only that traffic hidden which the compiler
+    overlapped with computation, and `step s` is its interval from published steps. For others, `step s` reaches from
+    the time with all traffic hidden to that with none.
 
     Args:
       rows: candidates, the best first.

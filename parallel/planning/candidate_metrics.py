@@ -72,7 +72,10 @@ class CandidateMetrics:
 
     @property
     def mfu(self) -> Range | None:
-        """Model FLOPs utilization, 0 to 1, the largest first; None if the model does not count its FLOPs."""
+        """Model FLOPs utilization, 0 to 1, the largest first; None if the model does not count its FLOPs.
+
+        Raises UserError if it exceeds 1.
+        """
         if not self.flops:
             return None
         fast, slow = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
