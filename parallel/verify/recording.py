@@ -134,7 +134,7 @@ def _residual(path: Sequence[Any]) -> str:
 
 
 def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
-    """Records a forward pass of the program's model, without rematerialization; to be called in a jitted function.
+    """Records a forward pass of the program's model, without rematerialization.
 
     Args:
       program: the model and the seed.
