@@ -62,11 +62,11 @@ class ChunkedTask:
         return {name: _shorter(field, self.length) for name, field in whole.items()}
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns the chunks of the training batches, in order. Raises UserError as `spec`."""
+        """Returns the chunks of the training batches, in order. Raises UserError as `spec` or the other task."""
         return ChunkedBatches(self.whole.train(layout, seed=seed), self.spec(layout.batch_size), self.length)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns the chunks of the validation batches, in order. Raises UserError as `spec`."""
+        """Returns the chunks of the validation batches, in order. Raises UserError as `spec` or the other task."""
         return ChunkedBatches(self.whole.evaluation(layout), self.spec(layout.batch_size), self.length)
 
     def evaluated_on(self, most: int | None) -> str:

@@ -39,7 +39,6 @@ class _CachedRows:
         return len(self._arrays[HIDDEN])
 
     def row(self, number: int) -> Mapping[str, np.ndarray]:
-        """Returns one row, with its hidden states."""
         return {name: np.asarray(array[number]) for name, array in self._arrays.items()}
 
 

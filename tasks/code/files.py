@@ -1,8 +1,8 @@
 """A task of source code files in some languages; training files that share text with evaluation sets can be left out.
 
 Copies of a file are mostly in the same package, so each package belongs to one split, chosen by the hash of its name. A
-file's package is the first folder in its path below the common folder of all files, or without such a folder the file
-itself.
+file's package is the first folder in its path below the common folder of all files or, without such a folder, the name
+of the file without its ending.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CodeFiles(chunks.ChunkTask):
     least_tokens: int
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Prepares the vocabulary; one that is learned is learned from the training files."""
+        """Prepares the vocabulary; one that the run trains learns from the training files."""
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._sample)
 
     def rows(self, split: str) -> chunks.TokenRows:

@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
 
 def read(file: str, *, most: int | None = None) -> list[Problem]:
-    """Reads problems (only the first `most`) from JSON lines with task_id, prompt, test and entry_point.
+    """Reads problems from JSON lines with task_id, prompt, test and entry_point: the first `most`, or all if None.
 
     Raises:
       UserError: there is no such file, it is empty, or a line is malformed.

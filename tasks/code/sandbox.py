@@ -101,7 +101,7 @@ def _require_start(process: subprocess.Popen) -> None:
 
 
 def _answer(process: subprocess.Popen, seconds: float) -> str | None:
-    """Returns what the process writes, about 200 bytes at most; None if it does not end in time."""
+    """Returns the beginning of what the process writes; None if it does not end in time."""
     assert process.stdout is not None
     end, said = time.monotonic() + seconds, b""
     while len(said) <= 200:

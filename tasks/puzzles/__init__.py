@@ -33,7 +33,7 @@ def dataset(
       length: S, tokens per puzzle; must equal the dataset's seq_len.
       vocab_size: number of tokens; must equal the dataset's.
       train_puzzles: use only the first `train_puzzles` training puzzles; None: all.
-      train_copies: use only the first `train_copies` augmentations of each puzzle; None: all.
+      train_copies: use only the first `train_copies` augmentations of each puzzle; 0: none. None: all.
       epochs_per_iteration: number of epochs that are shuffled together; examples at their end that do not fill a batch
         are dropped. None: enough epochs that at most 0.1% is dropped, as far as memory allows.
       eval_puzzles: number of held-out examples in an evaluation; None: all.
@@ -70,7 +70,7 @@ def sudoku(
       num_test: number of held-out puzzles.
       num_aug: symmetric copies added to each training puzzle.
       clues: (minimum, maximum) of the numbers of clues that the generator aims at; a puzzle has more if it would
-        otherwise have two solutions. None: `sudoku_puzzles.CLUES` of the size.
+        otherwise have several solutions. None: `sudoku_puzzles.CLUES` of the size.
       seed: seed of the generator; the same seed gives the same bytes.
       directory: where the first run writes the puzzles and later runs find them; None: in the run directory.
       eval_puzzles: number of held-out puzzles in an evaluation; None: all.

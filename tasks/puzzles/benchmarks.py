@@ -15,7 +15,7 @@ def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
     """Yields (line number, row) of a file.
 
     Raises:
-      UserError: the file does not exist, or lacks a column other than source.
+      UserError: the file does not exist, or lacks the column question, answer or rating.
     """
     try:
         with file.open("r") as stream:

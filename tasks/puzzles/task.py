@@ -313,7 +313,7 @@ class PuzzleTask:
         """Returns the judge that scores answers by voting if this is an existing ARC dataset; otherwise None.
 
         Raises:
-          UserError: its file test_puzzles.json is damaged or empty.
+          UserError: its file test_puzzles.json is damaged or empty, or the dataset is incomplete.
         """
         return arc_voting.read_judge(self.source.directory) if self.source.directory else None
 

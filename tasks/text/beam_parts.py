@@ -5,7 +5,8 @@ order in which one machine makes examples, so the cache has the same bytes:
 
   lanes -> Reshuffle -> `_write_lane` on the workers -> parts-HASH/LANE-BEGIN.npz -> `Parts.submit`, in order
 
-A part that exists is not made again, so the next start continues. HASH depends on the task and its sources.
+A part that exists is not made again unless it holds an error, so the next start continues. HASH depends on the task
+and its sources.
 """
 
 import concurrent.futures
@@ -54,7 +55,6 @@ class Beam:
     options: str = ""
 
     def __post_init__(self) -> None:
-        """Raises UserError if Beam is not installed, or if a quotation mark in the options is not closed."""
         try:
             shlex.split(self.options)
         except ValueError as error:
@@ -92,7 +92,7 @@ class Parts:
         Args:
           asked: the task or mixture.
           lanes: the shares of the data, each written by one worker.
-          most: largest number of examples per part, including empty ones.
+          most: maximum number of examples per part; examples without targets count.
           filters: as in `seqio_pipeline.convert`.
           arguments: command-line options of the Apache Beam pipeline.
 

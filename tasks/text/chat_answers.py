@@ -32,8 +32,8 @@ def formatted(
       tools, documents: see `FormatsChats.chat`.
 
     Raises:
-      UserError: the template raises an error, shows no roles, has tags that mark nothing, or formats an answer in a way
-        that depends on later messages.
+      UserError: as `FormatsChats.chat`; or the template shows no roles, has tags that mark nothing, or formats an
+        answer in a way that depends on later messages.
     """
     given: dict[str, Any] = {"date": DATE, "tools": tools, "documents": documents}
     if (marked := vocabulary.marked_chat(messages, **given)) is not None:
@@ -83,7 +83,7 @@ def turn_ends(vocabulary: ChatVocabulary) -> tuple[int, ...]:
     """Returns the ids that end an answer in the chat template's format, such as the id of <|im_end|>.
 
     An answer ends with the first special or added token after its content, or with the only token after it. The result
-    is () if the template fails on sample conversations, or ends an answer with several ordinary tokens.
+    is () if the template fails on sample conversations, or if there is no such token.
     """
     # Templates of models of images read lists of parts. With two messages: some format the last answer differently.
     for in_parts, count in itertools.product((False, True), (len(_PROBE), 2)):

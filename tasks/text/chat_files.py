@@ -74,7 +74,6 @@ class _Line(NamedTuple):
     content: bytes
 
     def chat(self) -> Chat:
-        """Returns the conversation."""
         found = read_chat(*self)
         assert found is not None
         return found
@@ -141,7 +140,7 @@ class ChatFiles(Corpus):
         return found
 
     def first_conversation(self) -> Chat | None:
-        """Returns the first line with messages; None if the first 1,000 have none, or a file is remote.
+        """Returns the first training line with messages; None if the first 1,000 have none, or a file is remote.
 
         Raises UserError for a malformed line or an empty split.
         """
@@ -291,7 +290,10 @@ def read_chat(path: str, number: int, line: bytes) -> Chat | None:
 
 
 def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
-    """Converts a conversation to ids and weights. Raises UserError if the chat template fails."""
+    """Converts a conversation to ids and weights.
+
+    Raises UserError if the chat template fails, or for an id without an embedding in the folder's model.
+    """
     if chat.messages:
         try:
             text, answers = formatted(chat.messages, vocabulary, tools=chat.tools, documents=chat.documents)

@@ -163,7 +163,7 @@ class _Dict:
 
 
 def _namespace() -> Any:
-    """Returns the class that templates call as `namespace`; names of fields with a leading underscore are refused."""
+    """Returns the class that templates call as `namespace`; a field name with a leading underscore is an error."""
     import jinja2
 
     def check(name: Any) -> None:

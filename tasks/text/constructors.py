@@ -1,8 +1,8 @@
 """Text tasks: the constructors that a gin configuration names.
 
-A constructor only records its arguments, and imports only its own source, so a configuration is checked in milliseconds
-on any machine; the data is opened with the first batch. A document becomes ids followed by an end-of-document id, split
-into chunks of at most `length` ids. Chunks are packed into rows; neither attention nor targets cross their boundaries.
+A constructor only records its arguments, so a configuration is checked in milliseconds on any machine; the data is
+opened later. A document becomes ids followed by an end-of-document id, split into chunks of at most `length` ids.
+Chunks are packed into rows; neither attention nor targets cross the boundaries of a chunk.
 
 T: tokens per row. S: number of streams.
 """
@@ -40,7 +40,7 @@ class TextTask:
       vocabulary: converts text to ids.
       length: T, tokens per row.
       num_streams: S, number of data streams; must divide the batch size. It changes the order of the data.
-      evaluation_ends: see `core.types.EndsEvaluation`.
+      evaluation_ends: whether an evaluation ends by itself (`core.types.EndsEvaluation`).
     """
 
     corpus: Corpus
@@ -58,7 +58,8 @@ class TextTask:
         """Makes the data and the vocabulary usable. It is called on host 0 first and, after a barrier, on all others.
 
         Raises:
-          UserError: the vocabulary is missing or differs from that of the run, or a cache cannot be written.
+          UserError: the vocabulary cannot be read or trained, or differs from that of the run; or a cache cannot be
+            written.
         """
         if can(self.corpus, FillsCache):
             self.corpus.fill()
@@ -112,11 +113,14 @@ class TextTask:
         return (self.vocabulary.eos_id,)
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """Returns the metrics that a seqio task defines, on at most `most` examples; None for other sources."""
+        """Returns the metrics that a seqio task defines, on at most `most` examples; None for other sources.
+
+        Raises UserError if such a task has no metrics that can be computed.
+        """
         return self.corpus.own_metrics(most) if can(self.corpus, DefinesMetrics) else None
 
     def train_tokens(self) -> int | None:
-        """Returns the number of tokens of the training split of a token cache; None for other sources."""
+        """Returns the number of tokens of the training split if it is in one token cache; otherwise None."""
         return self.corpus.train_tokens() if can(self.corpus, CountsTokens) else None
 
     def fingerprint(self) -> str:
@@ -243,8 +247,8 @@ def chats(
         which `problems` reports.
       validation: one or more patterns. Default: about 5% of the lines, chosen by hash.
       length: tokens per row, at least 2. Longer conversations are cut, and skipped if no token of an answer is left;
-        the report of the data counts both.
-      num_streams: number of data streams; must divide the batch size. Training needs at least as many conversations.
+        both are counted and reported.
+      num_streams: number of data streams; must divide the batch size. There must be a training conversation for each.
       vocabulary: the tokenizer of a published model (`vocabularies.tokenizer`).
 
     Raises:
@@ -276,7 +280,8 @@ def tfds(
     """Returns a task that reads a TensorFlow Datasets dataset, which `tfds build` has prepared.
 
     Args:
-      name: the dataset's name, such as `c4/en:3.1.0`; names `namespace:dataset` are refused.
+      name: the dataset's name, such as `c4/en:3.1.0`; a name `namespace:dataset` is an error, which
+        `problems` reports.
       split: the training split; slices such as `train[1%:]` are allowed.
       validation_split: the split for evaluation.
       field: the feature that holds the text.
@@ -359,15 +364,15 @@ def seqio(
     are cut, as seqio does, and several examples are packed into a row. If a task has `inputs`, the targets follow the
     inputs, and the loss covers only the targets.
 
-    The first start of a run executes the task once, in other processes, and writes a token cache, as
-    `launch/run tokenize --task NAME` does. Once the cache exists, a run imports neither seqio nor TensorFlow.
+    Unless `live` is set, the first start of a run executes the task once, in other processes, and writes a token cache,
+    as `launch/run tokenize --task NAME` does. Later starts read the cache without running the task.
     `renga.python_source` is read from its files, without a cache or seqio.
 
     Args:
       name: name of the seqio task or mixture.
       module: the Python module that registers it, such as `my_tasks`; None: one of Renga's own tasks.
-      cache: the folder of the token cache, local or gs://. Default: `runs/seqio/NAME_LENGTH` in the workspace, one per
-        host unless hosts share the workspace.
+      cache: the folder of the token cache, local or gs://. Default: a folder in `runs/seqio` named after the task
+        and its lengths; one per host unless hosts share the workspace.
       inputs_length: maximum number of ids of `inputs` in a row, below `length`; targets get the rest. None: the task
         has no `inputs`.
       epochs: if preprocessors draw random numbers: number of epochs to cache, each with its own random numbers; these

@@ -253,11 +253,9 @@ class _Chunks(Chunks):
         self._order = (-1, np.zeros(0, np.int64))  # epoch, and the order of its parts
 
     def position(self) -> dict[str, Any]:
-        """Returns the position of the next chunk, as JSON values."""
         return {"part": self._part, "offset": self._offset, "seen": self._seen, "taken": self._taken}
 
     def move(self, position: Mapping[str, Any]) -> None:
-        """Moves to a position."""
         self._part, self._offset, self._seen = position["part"], position["offset"], position["seen"]
         self._reader, self._known, self._document, self._size, self._taken = None, None, [], 0, 0
         if position["taken"]:

@@ -1,7 +1,7 @@
 """The interface of sources of documents, lists of text files, and checks of documents.
 
-Each file has a name that is the same on every machine. Order and split are computed only from names and sizes, so that
-all hosts agree, in whatever order their file systems list files.
+Each file has a name that is the same on every machine. The order and the split of files are computed only from names,
+so that all hosts agree, in whatever order their file systems list files.
 
 The `Intake` of a source counts its documents and reports skipped ones. The checks of documents also run on the
 beginning of local files before a run starts.

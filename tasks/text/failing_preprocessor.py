@@ -20,8 +20,8 @@ def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: in
       number: the example that failed, from 0.
 
     Returns:
-      Function, module and line of the preprocessor, such as `parse (my_tasks:12)`. "" if none is found: the source
-        itself fails, the preprocessor is not a function, or too many examples precede the one that failed.
+      Function, module and line of the preprocessor, such as `parse (my_tasks:12)`. "" if none is found, such
+        as when the source itself fails, the preprocessor is not a function, or `number` is 5,000 or more.
     """
     if number >= _MOST:
         return ""

@@ -36,7 +36,7 @@ class Filters:
           via: converts a text of an evaluation set in the way in which the documents were converted before comparing.
 
         Raises:
-          UserError: a file cannot be read, `Excluded` raises it, or the texts are not those of `digest`.
+          UserError: a file cannot be read; as `Excluded`; or the texts are not those of `digest`.
         """
         if not self.exclude:
             return None
@@ -47,7 +47,10 @@ class Filters:
         return found
 
     def seen(self) -> Seen | None:
-        """Returns an empty `Seen`, which finds near duplicates; None if they are kept."""
+        """Returns an empty `Seen`, which finds near duplicates; None if they are kept.
+
+        Raises UserError for a similarity outside 0.5 to 0.95.
+        """
         return Seen(self.near_duplicates) if self.near_duplicates else None
 
     @property

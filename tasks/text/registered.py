@@ -5,9 +5,8 @@ Importing this module registers `renga.python_source`. Your own module adds othe
   registered.add("notes", text.files(train="/data/notes/*.jsonl", length=512, num_streams=1))
   seqio.MixtureRegistry.add("all", [("notes", 1.0), ("renga.python_source", 0.2)])
 
-A document becomes ids with the end-of-document id, and is split into pieces of at most the length of `targets`, as in
-rows of the task itself. A conversation gives one example per answer, whose `inputs` is all that comes before the
-answer.
+A document becomes ids with the end-of-document id, split into pieces of at most seqio's sequence length of `targets`. A
+conversation gives one example per answer: `inputs` has all ids before the answer, and `targets` those of the answer.
 """
 
 import functools
@@ -36,7 +35,8 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
       **options: options of `seqio.TaskRegistry.add`, such as `metric_fns`.
 
     Raises:
-      UserError: seqio is not installed, or the task has neither documents nor conversations.
+      UserError: seqio is not installed, the task has neither documents nor conversations, or its vocabulary cannot be
+        read.
     """
     seqio, tf, source = seqio_tasks.library(), tensorflow(), task.corpus
     features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]
@@ -63,7 +63,7 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
 def vocabulary(ours: Vocabulary) -> Any:
     """Returns one of Renga's vocabularies, such as `vocabularies.tokenizer(folder)`, as a seqio Vocabulary.
 
-    Raises UserError if seqio is not installed.
+    Raises UserError if seqio is not installed, or the vocabulary cannot be read.
     """
     seqio = seqio_tasks.library()
     if ours.hash == vocabularies.bytes().hash:
@@ -72,7 +72,10 @@ def vocabulary(ours: Vocabulary) -> Any:
 
 
 def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
-    """A seqio preprocessor that splits `targets` into pieces of at most their length in `sequence_length`."""
+    """A seqio preprocessor that splits `targets` into pieces of at most their length in `sequence_length`.
+
+    Without lengths, nothing is split.
+    """
     if not sequence_length:
         return dataset
     tf, length = tensorflow(), sequence_length["targets"]
@@ -86,7 +89,10 @@ def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
 
 
 def leave_out_long(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
-    """A seqio preprocessor that leaves out examples whose `inputs` would be cut: an answer needs all of them."""
+    """A seqio preprocessor that leaves out examples whose `inputs` are longer than in `sequence_length`.
+
+    seqio would cut them, and an answer needs all of them. Without lengths, nothing is left out.
+    """
     if not sequence_length:
         return dataset
     tf, most = tensorflow(), sequence_length["inputs"]
@@ -94,7 +100,7 @@ def leave_out_long(dataset: Any, sequence_length: Mapping[str, int] | None) -> A
 
 
 def _documents(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields the documents of a split as {"targets": ids}, in order."""
+    """Yields {"targets": ids} for each document of a split that is not blank, in order."""
     task.vocabulary.prepare("", is_host_zero=False, sample=lambda: ())
     assert isinstance(task.corpus, DocumentSource)
     for part in task.corpus.parts(split, 1).parts:
@@ -106,7 +112,7 @@ def _documents(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]
 
 
 def _answers(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields each answer of a split's conversations, in order: {"inputs": all ids before it, "targets": its ids}."""
+    """Yields {"inputs": all ids before an answer, "targets": its ids} for each answer of a split, in order."""
     assert isinstance(task.corpus, ChatFiles)
     for line in task.corpus.lines(split):
         inputs, targets, weights = chat_files.segment(line.chat(), cast(ChatVocabulary, task.vocabulary))
@@ -121,8 +127,6 @@ def _vocabulary_class() -> type:
     seqio, tf = seqio_tasks.library(), tensorflow()
 
     class OwnVocabulary(seqio.Vocabulary):  # type: ignore[name-defined]  # of a library that is imported late
-        """A seqio Vocabulary that converts with one of Renga's vocabularies."""
-
         def __init__(self, ours: Vocabulary) -> None:
             super().__init__(extra_ids=0)
             self._ours = ours

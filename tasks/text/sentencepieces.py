@@ -1,7 +1,7 @@
 """SentencePiece vocabularies: an existing model, or one that the first run trains on its own text.
 
 A trained model reproduces every text exactly (byte fallback, no normalization). Training is deterministic. Every host
-compares the model with the hash stored beside it.
+compares a trained model with the hash stored beside it.
 """
 
 import functools
@@ -89,7 +89,7 @@ class SentencePiece(Vocabulary):
         _ = self._processor
 
     def problems(self) -> list[str]:
-        """Returns a problem if a local model does not exist; a gs:// model is not looked up."""
+        """Returns a problem if no path is set, or a local model does not exist; a gs:// model is not looked up."""
         if not self.path:
             return [
                 "VOCABULARY is not set: bind it to a SentencePiece model, e.g. --gin \"VOCABULARY = '/data/my.model'\""

@@ -2,7 +2,7 @@
 
 The pipeline runs once, in other processes (`tasks/text/seqio_pipeline.py`), with the run's sequence lengths; each
 example becomes a document of a token cache. The folder has one token cache per task, and `seqio.json`, which is written
-last: the vocabulary, the mixing rates, and what the cache depends on.
+last: the vocabulary, the mixing rates, and what the cache depends on. Examples are read in this order:
 
   train, epoch 0      some examples of each shard 0 1 2 … in turn        -> documents in a fixed order
   train, epoch 1 …    only for a task whose preprocessors draw random numbers
@@ -66,7 +66,7 @@ class SeqioCache(DocumentSource):
     epochs: int | None = None
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns the folder if it is in a bucket; a local folder may not exist yet."""
+        """Returns the folder if it is in a bucket, otherwise (): a local folder may not exist yet."""
         return (self.path,) if paths.is_remote(self.path) else ()
 
     @functools.cached_property
@@ -74,7 +74,8 @@ class SeqioCache(DocumentSource):
         """The content of `seqio.json`; None before it is written.
 
         Raises:
-          UserError: the file is damaged, or the cache belongs to another task or another version of it.
+          UserError: the file is damaged, the cache belongs to another task or another version of it, or the module was
+            changed and its task cannot be read.
         """
         file = paths.resolve(self.path) / FILE
         try:
@@ -93,9 +94,9 @@ class SeqioCache(DocumentSource):
 
     @functools.cached_property
     def definition(self) -> Mapping[str, Any]:
-        """The vocabulary and the tasks, as `seqio_pipeline.definition` returns them; from the cache if it is there.
+        """The vocabulary and the tasks, as `seqio_pipeline.definition` returns them; from the cache once it is written.
 
-        Before the cache is written, this takes seconds, and raises UserError if the task cannot be read.
+        Before that, it takes seconds. Raises UserError if the task cannot be read, or as `saved`.
         """
         return self.saved or _definition(self.asked)
 
@@ -136,12 +137,13 @@ class SeqioCache(DocumentSource):
           processes: number of processes that run the pipeline; default: one per core.
           say: called with messages.
           report: called with the progress; default: `say` gets a line every 10 s.
-          beam: if given, the pipeline runs on Apache Beam, which makes the same cache.
+          beam: options with which the pipeline runs on Apache Beam, which makes the same cache; None: without Beam.
           filters: which examples are left out; None: none, and an existing cache may have any filters.
 
         Raises:
           UserError: the task has `problems`, its pipeline fails, or a split has no example; the folder has other files,
-            or another command uses it; or the filters are not those of the cache, or cannot be applied to the task.
+            or another command uses it; the cache cannot be read; or the filters are not those of the cache, or cannot
+            be applied to the task.
         """
         self.__dict__.pop("saved", None)  # another host may have written it
         if filters:
@@ -239,11 +241,14 @@ class SeqioCache(DocumentSource):
         return parts.submit
 
     def _identity(self) -> dict[str, Any]:
-        """Returns what the content of the cache depends on, as JSON values."""
+        """Returns the settings of the cache and a hash of the module, as JSON values."""
         return {**dataclasses.asdict(self.asked), "epochs": self.epochs, "module_hash": _module_hash(self.asked.module)}
 
     def _require_same(self, saved: Mapping[str, Any], what: str) -> None:
-        """Raises UserError, which begins with `what`, if the cache was written for another task or other lengths."""
+        """Raises UserError if the cache was written for another task, other lengths or other `epochs`.
+
+        `what` begins the message.
+        """
         for key, value in self._identity().items():
             if key in ("module", "module_hash") or saved.get(key) == value:  # `_changed` compares the modules' tasks
                 continue
@@ -251,12 +256,18 @@ class SeqioCache(DocumentSource):
             raise UserError(f"{what} with {setting} = {saved.get(key)}, now {value}: give another text.seqio.cache")
 
     def _is_changed(self, saved: Mapping[str, Any]) -> bool:
-        """Returns whether the module's file is on this host and differs from the one that wrote the cache."""
+        """Returns whether the module's file is on this host and was changed since the cache was written.
+
+        False if the cache was written with a module of another name.
+        """
         is_same_module = saved.get("module") == self.asked.module
         return is_same_module and _module_hash(self.asked.module) not in (None, saved.get("module_hash"))
 
     def _changed(self, saved: Mapping[str, Any]) -> str:
-        """Says how the definition differs from that of the cache; "" if the two and the first examples are the same."""
+        """Says how the task differs from that of the cache, or what is wrong with its first examples; "": neither.
+
+        Metrics are not compared.
+        """
         try:
             now = _definition(self.asked)
         finally:
@@ -293,7 +304,10 @@ class SeqioCache(DocumentSource):
         return DocumentStream(self.chunks(spec), spec, window_ids=min(document_streams.WINDOW_IDS, ids + 1))
 
     def chunks(self, spec: StreamSpec) -> Chunks:
-        """Opens the examples of one stream at its start, mixed by their rates. Raises UserError without a cache."""
+        """Opens the examples of one stream at its start; those of several tasks are mixed by their rates.
+
+        Raises UserError without a cache.
+        """
         rates = [about["rate"] for about in self.definition["tasks"].values()]
         found = [
             (cache.chunks(spec), rate)
@@ -308,7 +322,7 @@ class SeqioCache(DocumentSource):
         return iter(())
 
     def describe(self) -> str:
-        """Describes the task, with counts if the cache is local."""
+        """Describes the task, with counts if its cache is local and written."""
         inputs = f", inputs of up to {self.asked.inputs} ids" if self.asked.inputs else ""
         try:
             if paths.is_remote(self.path) or self.saved is None:
@@ -324,22 +338,26 @@ class SeqioCache(DocumentSource):
         )
 
     def left_out(self) -> dict[str, int]:
-        """Returns how many examples the filters left out of the cache, by reason."""
+        """Returns how many examples the filters left out of the cache, by reason; reasons without examples are omitted.
+
+        Raises UserError without a cache.
+        """
         found = {reason: [cache.about["left_out"][reason] for cache in self._opened] for reason in FILTERED}
         return {reason: n for reason, each in found.items() if (n := sum(one["documents"] for one in each))}
 
     def train_tokens(self) -> int | None:
-        """Returns the number of tokens of the training split; None for a mixture, or before the cache is written."""
+        """Returns the number of tokens of the training split; None for several tasks or an unwritten cache."""
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
         """Returns the tasks' metrics, on at most `most` examples of each.
 
-        If the cache names no metrics, or the module was changed since, the task may now have others. Then they are not
-        checked here, but by the process that reads the examples on host 0 before the first step.
+        A written cache does not tell which metrics there are now if it names none, or if the module was changed since.
+        Then the process that reads the examples checks them later.
 
         Raises:
-          UserError: there are no metrics, or one needs other outputs of the model than predictions or scores.
+          UserError: the cache cannot be read; or metrics are checked here, and there are none or one needs other model
+            outputs than predictions or scores.
         """
         found = [kind for about in self.definition["tasks"].values() for kind in about.get("metrics", ())]
         if not self.saved or (found and not self._is_changed(self.saved["asked"])):
@@ -347,7 +365,10 @@ class SeqioCache(DocumentSource):
         return self.asked.measured(most)
 
     def fingerprint(self) -> str:
-        """Returns a hash of the cache's examples, their order, and the mixing rates."""
+        """Returns a hash of the cached examples in their order, the mixing rates, and `epochs`.
+
+        Raises UserError without a cache.
+        """
         splits = [
             [[cache.about["splits"][split][kind] for kind in ("documents", "tokens", "digest")] for split in SPLITS]
             for cache in self._opened
@@ -547,7 +568,7 @@ def _folder(number: int, name: str) -> str:
 
 
 def _module_hash(module: str | None) -> str | None:
-    """Returns the SHA-256 of a module's file, without importing it; None if it is not on this machine."""
+    """Returns the SHA-256 of a module's file, without importing it; None if there is no such file on this machine."""
     parts, places, spec = (module or "").split("."), None, None
     for end in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:end]), places)

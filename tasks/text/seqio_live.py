@@ -73,11 +73,17 @@ class LiveSeqio(Corpus):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """Returns the problems of the first examples of each task and split, made with the task's own lengths."""
+        """Returns the problems of the first examples of each task and split.
+
+        They are made with the lengths of `asked`; `length` is not used.
+        """
         return self._definition["problems"]
 
     def lengths(self, length: int) -> dict[str, int]:
-        """Returns the maximum number of ids of each feature in a row; in a smoke run's short rows, inputs get half."""
+        """Returns the maximum number of ids of each feature in a row of `length` ids.
+
+        Inputs that would fill the row, as in a smoke run with short rows, get half of it.
+        """
         if self.asked.inputs is None:
             return {"targets": length}
         inputs = self.asked.inputs if self.asked.inputs < length else length // 2
@@ -102,7 +108,7 @@ class LiveSeqio(Corpus):
         return f"text.seqio: {self.asked.name}{inputs}"
 
     def fingerprint(self) -> str:
-        """Returns a hash of the name alone, because what the task reads is not known."""
+        """Returns a hash of the name and of the length of inputs alone, because what the task reads is not known."""
         return hashlib.sha256(self._named().encode()).hexdigest()
 
 
@@ -116,7 +122,10 @@ class SeqioStream(Stream):
         self._iterator = iter(rows(corpus, spec))
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """Returns the next rows. Raises UserError if the task fails, or has no example for this stream."""
+        """Returns the next rows; a stream that reads its examples once ends with StopIteration.
+
+        Raises UserError if the task fails, or has no rows for this stream.
+        """
         try:
             found = batch_of(next(self._iterator))
             self._has_read = True

@@ -1,4 +1,4 @@
-"""Computes the metrics that a registered seqio task defines with `seqio.Evaluator`, on the validation split.
+"""Computes a registered seqio task's own metrics on its validation split, with `seqio.Evaluator`.
 
 `Measured.questions` and `Measured.computed` import seqio, so a run calls them in a separate process. Between the two,
 `answered` queries the model, without seqio.
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
         """Returns what to ask the model, as JSON values: `eos_id`, and in `tasks` the `kinds` and `pairs` of each task.
 
         Raises:
-          UserError: as `require_metrics`; or there are no examples.
+          UserError: as `require_metrics`; or the examples cannot be made, or there are none.
         """
         found, evaluator = require_metrics(self.name, self.module), _evaluator(self)
         asked = {}
@@ -45,10 +45,10 @@ class Measured(NamedTuple):
         return {"eos_id": seqio_tasks.eos_id(found.output_features["targets"].vocabulary), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        """Computes the scalar metrics of each task that has any, from the outputs of `answered`.
+        """Returns the metrics that are numbers, by task and metric, computed from the outputs of `answered`.
 
         Raises:
-          UserError: a metric fails.
+          UserError: the examples cannot be made, or a metric fails.
         """
         evaluator, types = _evaluator(self), seqio_tasks.library().metrics.ModelOutputType
         of = {id(dataset): outputs[name] for name, dataset in evaluator.cached_model_datasets.items()}
@@ -71,11 +71,11 @@ class Measured(NamedTuple):
 
 
 def require_metrics(name: str, module: str | None = None) -> Any:
-    """Returns a registered task or mixture with metrics of predictions or scores.
+    """Returns a registered task or mixture after checking its metrics.
 
     Raises:
-      UserError: there is no such task; it has no metrics; one needs other outputs of the model; or one needs
-        predictions, and the vocabulary has no end-of-document id.
+      UserError: as `seqio_tasks.registered`; it has no metrics; one needs other outputs of the model than predictions
+        or scores; or one needs predictions, and the vocabulary has no end-of-document id.
     """
     seqio, found = seqio_tasks.library(), seqio_tasks.registered(name, "--task", module=module)
     needed = [kind for task in seqio.get_subtasks(found) for kind in kinds(task)]

@@ -84,8 +84,8 @@ class Found(NamedTuple):
     """Converted examples of a lane.
 
     Attributes:
-      converted: the examples that are not empty.
-      read: number of examples read, including empty ones.
+      converted: the examples that have targets.
+      read: number of examples read, with or without targets.
       is_end: whether the lane has no more examples.
     """
 
@@ -98,10 +98,11 @@ def definition(asked: Asked) -> dict[str, Any]:
     """Returns what a run must know about a task or mixture, as JSON values.
 
     Returns:
-      `vocabulary` (see `seqio_tasks.described`); `tasks`, for each task its mixing `rate`, the number of `shards` by
-        split, the `files` of its source on disk or in a bucket, whether its preprocessors draw random numbers
-        (`draws`), the model outputs that its `metrics` need, and the checksum of its `first` examples by split; and
-        `problems` of these examples.
+      `vocabulary`: as `seqio_tasks.described` returns it.
+      `tasks`: for each task, its mixing `rate`; the number of `shards` by split; the `files` of its source, local or in
+        a bucket; `draws`, whether its preprocessors draw random numbers; the model outputs that its `metrics` need; and
+        the checksum of its `first` 64 examples by split.
+      `problems`: of these examples.
 
     Raises:
       UserError: the module cannot be imported, or the task cannot be read or is not one for a decoder.
@@ -183,8 +184,8 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters |
     Args:
       asked: the task or mixture.
       lane: the lane, which the process keeps open between calls until its end.
-      begin: number of the first example, counting empty ones.
-      most: maximum number of examples to read, counting empty ones.
+      begin: number of the first example, from 0; examples without targets count.
+      most: maximum number of examples to read; examples without targets count.
       filters: compare training examples by their texts, decoded from ids; the result has what they found. None: no
         example is compared.
 
@@ -233,7 +234,7 @@ def _excluded(filters: "Filters", name: str) -> "Excluded | None":
 
 
 def _text(vocabulary: Any, ids: np.ndarray, prompt: int) -> str:
-    """Returns the text of an example: the text of its inputs, a line break, and the text of its targets."""
+    """Returns the text of an example: its inputs, if any, and its targets, with a line break between them."""
     return "\n".join(_decoded(vocabulary, part) for part in np.split(ids, [prompt]) if len(part))
 
 
@@ -343,7 +344,10 @@ def _is_file(name: str) -> bool:
 
 
 def _seed_tensorflow(seed: int | None) -> None:
-    """Makes random operations without a seed repeatable, so that a cache can continue; None if seqio gives seeds."""
+    """Sets TensorFlow's seed, so that random operations without one repeat when writing a cache continues.
+
+    None, for tasks to which seqio gives seeds, sets none.
+    """
     import tensorflow as tf
 
     tf.random.set_seed(seed)

@@ -26,7 +26,7 @@ _SAMPLES = ("The quick brown fox jumps over 13 lazy dogs.", "  x = [1, 2]\n", "n
 
 
 def library() -> Any:
-    """Imports seqio. Raises UserError if it is not installed."""
+    """Imports and returns seqio. Raises UserError if it is not installed."""
     if importlib.util.find_spec("seqio") is None:
         fix = f"{sys.executable} -m pip install --no-deps seqio"  # docs/how-to/install.md says when it is missing
         raise UserError(Problem("text.seqio and --task need the package seqio", fix=fix))
@@ -42,7 +42,8 @@ def registered(name: str, where: str = "text.seqio.name", *, module: str | None 
     """Imports the module, and returns a seqio Task or Mixture; `where` is the setting that names it, for messages.
 
     Raises:
-      UserError: the module cannot be imported, there is no task of that name, or its features are not a decoder's.
+      UserError: seqio is not installed, the module cannot be imported, or there is no task of that name; or its
+        features are not `targets`, or `inputs` and `targets`, of int32 ids with one vocabulary.
     """
     seqio = library()
     if module:
@@ -81,8 +82,8 @@ def described(name: str) -> dict[str, Any]:
     """Returns a description of the vocabulary of a task whose module was imported, as JSON values.
 
     Returns:
-      `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` and `hash`; for SentencePiece also its
-        `model` in base64.
+      `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` (None: none) and `hash`; for
+        SentencePiece also its `model` in base64.
 
     Raises:
       UserError: as `registered`.
@@ -124,7 +125,7 @@ class SeqioVocabulary(Vocabulary):
 
     Attributes:
       name: name of the task.
-      module: the Python module that registers it; None: one of Renga's own tasks.
+      module: the Python module that registers it; None: no module has to be imported.
 
     Raises:
       UserError: as `registered`, at the first use.

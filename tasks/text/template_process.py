@@ -22,10 +22,10 @@ MEMORY_BYTES = 2**31
 
 
 class TemplateError(Exception):
-    """Raised for a template that is malformed, raises an error, or exceeds a limit; the message is for users.
+    """Raised if a template cannot be compiled, or cannot format a conversation; the message is for users.
 
     Attributes:
-      limit: the limit that it has exceeded, or None.
+      limit: the limit that was exceeded; None: none was.
     """
 
     def __init__(self, message: str, *, limit: Limit | None = None):

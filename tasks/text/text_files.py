@@ -1,8 +1,8 @@
 """Reads documents from files: the user's text, and Python's standard library.
 
 A .txt file is one document and one part (a `Part`, a share of the documents that streams open). A .jsonl file has a
-document on each line, a .parquet file one in each row. If there are fewer files than streams, files are divided into
-ranges of lines, or into row groups; compressed files are not divided.
+document on each line, a .parquet file one in each row. If there are fewer files than streams, .jsonl files are divided
+into ranges of lines, and .parquet files into row groups, but for compressed files and held-out lines and rows.
 """
 
 import dataclasses
@@ -43,15 +43,18 @@ class FileSource(DocumentSource):
     field = ""  # the JSON key, or the column, of the text
 
     def files(self, split: str) -> tuple[File, ...]:
-        """Returns the files of a split, sorted by name. Raises UserError if there are none."""
+        """Returns the files of a split, sorted by name."""
         raise NotImplementedError
 
     def kept_split(self, split: str) -> str | None:
-        """Returns `split` if both splits have the same files, so that lines are divided by hash; otherwise None."""
+        """Returns `split` if a hash decides the split of each line or row; None if the files of the splits differ."""
         return None
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns the parts of a split; all streams share validation lines, because a file may have none.
+        """Returns the parts of a split.
+
+        All streams read all parts if these are fewer than the streams, or if lines are held out by hash, because a part
+        may have none.
 
         Raises UserError if the split has no files; also as `text_formats.Rows`.
         """
@@ -138,6 +141,7 @@ class TextFiles(FileSource):
         return {split: tuple(sorted(shared + own)) for split, own in zip(("train", "validation"), apart, strict=True)}
 
     def files(self, split: str) -> tuple[File, ...]:
+        """Returns the files of a split, sorted by name. Raises UserError if there are none."""
         files = self._listed[split]
         if not files:
             raise UserError(" ".join(self.problems()) or f"text.files: no {split} file")
@@ -147,7 +151,7 @@ class TextFiles(FileSource):
         return None if self.validation else split
 
     def problems(self) -> list[str]:
-        """Returns the problems of local files; files on gs:// are not looked at."""
+        """Returns the problems of patterns and of the beginning of local files; files on gs:// are not looked at."""
         if not self.train:
             return [
                 "DATA is not set: bind it to your text, e.g. --gin \"DATA = '/data/*.jsonl'\" (or gs://bucket/*.txt)"
@@ -246,7 +250,6 @@ class _WholeFile:
 
     @property
     def path(self) -> str:
-        """Where this machine finds the file."""
         return self.file.path
 
     def open(self, offset: Any) -> "_WholeFileReader":
@@ -275,7 +278,7 @@ class _WholeFileReader:
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """A range of a file: of bytes in which lines of .jsonl begin, or of rows of .parquet.
+    """A range of a file: of bytes, for the lines of .jsonl that begin in it; or of rows of .parquet.
 
     Attributes:
       file: the file, as listed.
@@ -294,7 +297,6 @@ class _Range:
 
     @property
     def path(self) -> str:
-        """Where this machine finds the file."""
         return self.file.path
 
 
@@ -338,7 +340,6 @@ class _LinesReader:
         return self._at
 
     def fraction(self) -> float:
-        """Returns the share of the file that was read."""
         return self._file.fraction()
 
     def __next__(self) -> bytes:
@@ -426,7 +427,6 @@ class _RowsReader:
         return self._at
 
     def fraction(self) -> float:
-        """Returns the share of the rows that were read."""
         return self._at / max(self._end, 1)
 
     def __next__(self) -> bytes:

@@ -42,7 +42,10 @@ def is_compressed(path: str) -> bool:
 
 
 def opened(path: str) -> "_Stream":
-    """Opens a file, local or gs://, to read its decompressed bytes. Raises UnreadableFile, also while reading."""
+    """Opens a file, local or gs://, to read its decompressed bytes.
+
+    Raises UnreadableFile if it cannot be opened. Errors in reading it are OSErrors, which `reading` converts.
+    """
     with reading(path):
         file = stream = paths.resolve(path).open("rb")
         if is_compressed(path):
@@ -80,7 +83,7 @@ class _Stream(io.BufferedReader):
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Context that raises UnreadableFile, which names `where`, if the system or the decompression fails."""
+    """Context that converts errors of the system or of decompression to UnreadableFile, which names `where`."""
     try:
         yield
     except OSError as error:  # pyarrow's errors have no strerror
@@ -89,7 +92,7 @@ def reading(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _decoding(where: str) -> Iterator[None]:
-    """Context that raises UnreadableFile, which names `where`, if a table cannot be read or decoded."""
+    """Context that converts errors in reading or decoding a table to UnreadableFile, which names `where`."""
     import pyarrow
 
     try:
@@ -135,7 +138,7 @@ class Rows:
             )
 
     def read(self, start: int, stop: int) -> Iterator[bytes | None]:
-        """Yields the values of rows start to stop - 1, None for null; decodes whole row groups.
+        """Yields the values of rows start to stop - 1, None for null; `stop` is at most the number of rows.
 
         Raises UnreadableFile if the file ends early or is damaged.
         """

@@ -155,7 +155,7 @@ def examples(name: str, split: str, *, data_dir: str | None) -> Any:
 
 @functools.cache
 def tensorflow() -> Any:
-    """Imports TensorFlow without its start-up messages; takes about 3 s the first time."""
+    """Imports TensorFlow without its start-up messages, and returns it; takes about 3 s the first time."""
     held = log_filters.Held()
     try:
         with log_filters.holding_stderr() as held:

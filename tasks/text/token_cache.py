@@ -1,17 +1,18 @@
-"""Reads token caches: documents that `launch/run tokenize` has converted to ids, with random access.
+"""Reads token caches: documents that were converted to ids before, with random access.
 
 A cache is a folder, local or gs://. For each split it has these arrays in zarr3 format, which TensorStore reads:
 
-  tokens  the ids of all documents, each followed by the end-of-document id
-  ends    for each document, the number of ids up to its end
+  tokens  the ids of all documents; `launch/run tokenize` ends each of your documents with the end-of-document id
+  ends    for each document, the number of ids of the split up to its end
   checks  for each document, the CRC-32 of its ids, by which later changes are noticed
   prompts only for seqio tasks with inputs: for each document, the number of ids before its targets (weight 0)
 
 The objects of an array (shards) are divided into blocks that are read and decompressed separately. `cache.json` is
 written last; it has the counts, and hashes of the sources and the tokenizer.
 
-Every epoch reads every document once, in the order of a keyed permutation. Document n of stream s is number n * S + s
-of this order, so a position is two integers: n, and the number of ids read of the document.
+With a seed, every epoch reads its documents in the order of a keyed permutation, otherwise in the order of the cache.
+Document n of stream s is number n * S + s of this order, so a position is two integers: n, and the number of ids read
+of the document.
 
 T: tokens per row. S: number of streams. s: index of a stream.
 """
@@ -294,7 +295,7 @@ class _Documents(Chunks):
     def take(self, most: int) -> np.ndarray | None:
         """Returns the ids of the next chunk, int32[<=most]; None at the end.
 
-        Raises UserError if the cache cannot be read, or was changed since it was written.
+        Raises UserError if the cache cannot be read, was changed since it was written, or lacks the saved position.
         """
         taken: list[np.ndarray] = []
         while most:

@@ -60,7 +60,7 @@ class Converted(NamedTuple):
       checks: CRC-32 of the ids of each document, uint32 [N].
       is_validation: whether each document belongs to validation, bool [N].
       shares_text: whether each document is left out because it shares text with an evaluation set, bool [N].
-      signatures: the signature of each document, uint32 [N, HASHES]; None if near duplicates are kept.
+      signatures: the signature of each document, uint32 [N, HASHES]; None if near duplicates are not looked for.
       prompts: number of ids of each document with weight 0, int32 [N]; None if all ids have weight 1.
     """
 
@@ -76,7 +76,7 @@ class Converted(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-    """The progress of a job.
+    """The progress of writing a cache.
 
     Attributes:
       splits: by split, the numbers of documents, tokens and bytes of text that are kept, and the CRC-32 of the checks.
@@ -99,7 +99,7 @@ class Counts:
 
 
 class Progress:
-    """Calls `say` with a line of progress every 10 s; is itself called with the counts after every batch."""
+    """Prints progress: called with the counts after every batch, it passes a line to `say` at most every 10 s."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._start, self._last = say, time.monotonic(), time.monotonic()
@@ -177,7 +177,7 @@ class Writer:
     def add(self, batch: Batch, converted: Converted) -> None:
         """Adds the documents of a batch except those left out; writes when there are enough.
 
-        Raises UserError as `commit`.
+        Raises what `commit` raises.
         """
         counts, self._position = self.counts, batch.position
         self._read |= batch.files
@@ -237,7 +237,6 @@ class Writer:
 
 
 def _count(counts: dict[str, int], converted: Converted, chosen: np.ndarray) -> None:
-    """Adds the chosen documents to counts."""
     found = (chosen.sum(), converted.sizes[chosen].sum(), converted.text_bytes[chosen].sum())
     for name, value in zip(_AMOUNTS, found, strict=True):
         counts[name] += int(value)
@@ -253,11 +252,9 @@ class _Array:
         self._added: list[np.ndarray] = []
 
     def read(self) -> np.ndarray:
-        """Returns the values written so far."""
         return self._array[: self._written].read().result()
 
     def add(self, values: np.ndarray) -> None:
-        """Appends values."""
         self._added.append(values)
 
     def write(self) -> None:

@@ -106,7 +106,7 @@ class FolderTokenizer(ChatVocabulary):
         return text(self._setting(role, expected=expected, fits=lambda value: isinstance(text(value), str)))
 
     def _id(self, role: str) -> int | None:
-        """Returns the id of the special token `role` ("bos" or "eos"); None if the folder names none."""
+        """Returns the id of the special token `role` ("bos" or "eos"); None if it names none that its tokenizer has."""
         text = self.token(f"{role}_token")
         if text is not None:
             return self._tokenizer.token_to_id(text)
@@ -142,7 +142,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def _embedded_ids(self) -> int:
-        """The number of ids that the folder's model has embeddings for; without a model, the number of ids."""
+        """The number of ids that the folder's model has embeddings for; otherwise the highest id + 1."""
         file = self.folder / CONFIG
         config = published_files.read_object(file) if file.exists() else {}
         text = config.get("text_config") or config
@@ -255,7 +255,8 @@ class FolderTokenizer(ChatVocabulary):
           documents: documents that the model may quote, each with a title and a text.
 
         Raises:
-          UserError: the folder has no chat template, or the template raises an error.
+          UserError: the folder has no chat template; or the template is malformed, raises an error, or exceeds a limit
+            of time or memory.
         """
         template = self._template("tool_use" if tools is not None else None)
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
@@ -303,7 +304,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
     def _template(self, name: str | None) -> TemplateProcess:
-        """Returns the compiled chat template called `name`, or else the default one.
+        """Returns the folder's compiled chat template; of several, the one called `name`, or else the default.
 
         Raises:
           UserError: the folder has no chat template, or it is malformed.

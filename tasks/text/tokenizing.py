@@ -225,7 +225,7 @@ def listing(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _digest(entry: Mapping[str, Any]) -> str | None:
-    """Returns the SHA-256 of a local file; None for an object in a bucket, whose version identifies its content."""
+    """Returns the SHA-256 of a local file; None for a dataset, or an object in a bucket, which has a version."""
     if paths.is_remote(entry["path"]) or entry["version"] is None:
         return None
     with pathlib.Path(entry["path"]).open("rb") as file:
@@ -271,7 +271,10 @@ def require_same_filters(out: str, saved: Mapping[str, Any], begun: Mapping[str,
 
 
 def _require_unchanged(out: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UserError, which names files, if the sources differ; copies with the same content do not."""
+    """Raises UserError, which names files, if the sources differ.
+
+    A local file that was written again with the same content is no difference.
+    """
     found, known = ({entry["path"]: entry for entry in entries} for entries in (now, before))
     changed = [f"{path} was added" for path in found.keys() - known.keys()]
     for path, entry in known.items():

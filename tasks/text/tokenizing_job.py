@@ -37,7 +37,10 @@ class Job:
     filters: Filters
 
     def source(self) -> TextFiles | Tfds | HuggingFace:
-        """Returns the source; a split by hash is made later, from texts. Raises UserError for two datasets."""
+        """Returns the source. Without `validation`, both of its splits are `data`, which is split by hash later.
+
+        Raises UserError if `data` names a dataset and something else, or a dataset has several `validation`s.
+        """
         kind, _, name = self.data[0].partition(":")
         if kind not in ("tfds", "hub"):
             return TextFiles(self.data, self.validation or self.data, self.field)

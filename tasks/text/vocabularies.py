@@ -1,10 +1,9 @@
 """Vocabularies: the constructors that a gin configuration names.
 
-A vocabulary knows its size, special ids and hash before any data is opened. So it is an error at the start if the
-model's vocab_size is too small, or if a host has another model file. Bytes, numbers and trained models reserve id 0 for
-padding, so an id of 0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary
-token. An id at or above the size is always an error, never clipped. The modules of vocabularies other than bytes are
-imported only by their constructors.
+A vocabulary's size, special ids and hash are known before the first step. A model with too few embeddings, or a host
+with another vocabulary file, is then an error. Bytes, numbers and trained models reserve id 0 for padding, so an id of
+0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary token. An id at or
+above the size is always an error, never clipped.
 """
 
 import builtins
@@ -46,7 +45,7 @@ class Bytes(Vocabulary):
         return [byte + self._offset for byte in text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Converts ids to text; bytes that are not UTF-8 are skipped.
+        """Converts ids before the first end-of-document id to text; bytes that are not UTF-8 are skipped.
 
         Raises UserError for an id outside the vocabulary.
         """
@@ -96,7 +95,7 @@ class Numbers(Vocabulary):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Writes every id, because there is no end-of-document id.
+        """Writes every id, also 1: here it is a number, and ends nothing.
 
         Raises UserError for an id outside the vocabulary.
         """
@@ -170,7 +169,7 @@ def trained_sentencepiece(size: int) -> Vocabulary:
     """Returns a SentencePiece vocabulary of `size` ids, which a run trains before its first step.
 
     Raises:
-      UserError: `size` is below 300; the first 259 ids are 3 special ids and 256 bytes.
+      UserError: `size` is not an integer of at least 300; the first 259 ids are 3 special ids and 256 bytes.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 300:
         raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")

@@ -2,7 +2,7 @@
 
     "USER: <image> What?"   ->   "USER: <image><image>…<image> What?"     one token for each vector of the image
 
-A processor of published folders does the same; `core.checkpoints.image_processor` reads its settings.
+Published folders have a processor, whose settings `core.checkpoints.image_processor` reads; this module does the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ONE_FRAME = Frames(np.zeros((1, 0, 0, 3), np.uint8))
 
 @dataclasses.dataclass(frozen=True)
 class ImagePrompts:
-    """The images of a model's prompts.
+    """Prepares the images of a model's prompts, and writes their tokens.
 
     Attributes:
       input: how the model reads images.
@@ -42,7 +42,7 @@ class ImagePrompts:
         return prepared.prepare(content, self.input.processor)
 
     def parts(self, text: str) -> list[str]:
-        """Returns the texts before, between and after the image tokens of a prompt."""
+        """Returns the texts before, between and after the image tokens of a prompt; the whole text if `token` is ""."""
         return text.split(self.token) if self.token else [text]
 
     def expanded(self, parts: Sequence[str], images: Sequence[Frames]) -> str:
@@ -69,21 +69,28 @@ class ImagePrompts:
 
 
 def of(images: ImageInput, vocabulary: FolderTokenizer | None) -> ImagePrompts:
-    """Returns the images of a model's prompts. Raises UserError if the tokenizer lacks the image token."""
+    """Returns the `ImagePrompts` of a model.
+
+    Args:
+      images: how the model reads images.
+      vocabulary: the folder's tokenizer; None: it has none.
+
+    Raises UserError if the tokenizer lacks the image token.
+    """
     return ImagePrompts(images, "" if vocabulary is None else vocabulary.token_of(images.token_id))
 
 
 def of_training(
     images: ImageInput, vocabulary: Vocabulary, *, image_size: int | None, image_tokens: int | None
 ) -> ImagePrompts:
-    """Returns the images of rows for training, each shown as one frame.
+    """Returns the `ImagePrompts` of rows for training, whose images are one frame each.
 
     Args:
       images: how the model reads images.
       vocabulary: its tokenizer.
-      image_size: pixels along a side of an image, which must be those of the model; None: those.
-      image_tokens: number of tokens for an image, which with a selector is that of the patches that it chooses; None:
-        all that the model has.
+      image_size: pixels along a side of an image; must be the model's. None: the model's.
+      image_tokens: tokens per image; with a selector, the number of patches that it chooses. None: as many as the
+        model gives an image.
 
     Raises:
       UserError: the model reads images of another size, or the vocabulary is of another kind or lacks the image token.
@@ -115,7 +122,8 @@ def row_ids(
       ends: whether the end-of-document id follows an answer whose end the chat template does not mark.
 
     Raises:
-      UserError: the chat template refuses the conversation or writes no image token, or the answer has one.
+      UserError: the chat template refuses the conversation, or does not write exactly one image token before the
+        answer; or the answer contains one.
     """
     asked: list[dict[str, str]] = [{"type": "image"}, {"type": "text", "text": question}]
     said: list[dict[str, str]] = [{"type": "text", "text": answer}]

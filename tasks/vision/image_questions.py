@@ -56,13 +56,14 @@ class ImageQuestions:
     """A `core.types.Task` of questions about images.
 
     Attributes:
-      train_files, validation_files: patterns of .jsonl files.
-      image_size: rows and columns to which images are resized.
+      train_files, validation_files: patterns of .jsonl files. validation_files (): the questions about 5% of the
+        images, chosen by hash, are held out.
+      image_size: rows and columns of pixels to which images are resized.
       image_tokens: S, positions per image.
       length: T, tokens per row; at least S + 2.
       num_streams: number of data streams; divides the batch size.
       vocabulary: converts text to ids.
-      kinds: names of kinds of questions; the field `kind` of a batch has indices into them.
+      kinds: names of kinds of questions; the field `kind` of a batch has indices into them. (): there is no such field.
       weighted: whether training lines are drawn by their weights; otherwise each occurs once per epoch.
       max_shift: training images are shifted by up to this many pixels; border pixels are repeated.
       mirror: whether half of the training images are mirrored, left to right.
@@ -101,11 +102,14 @@ class ImageQuestions:
         )
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Prepares the vocabulary; one that is learned is learned from the training questions and answers."""
+        """Prepares the vocabulary; one that the run trains learns from the training questions and answers."""
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._texts)
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of batches. Raises UserError for malformed lines or too few of them."""
+        """Returns an endless iterator of batches.
+
+        Raises UserError if a line is malformed, a stream has no line, or the streams do not divide the batch.
+        """
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
@@ -143,7 +147,7 @@ class ImageQuestions:
         return all_found or self._refusal()
 
     def _refusal(self) -> list[str]:
-        """Returns why the first question does not become a row, if its file is local."""
+        """With `prompts`, returns why the first question of a local file does not become a row; otherwise []."""
         files = list_files(tuple(pattern for pattern in self.train_files if not paths.is_remote(pattern)))
         first = next(read_questions(files[:1], kinds=self.kinds), None)
         try:
@@ -184,7 +188,7 @@ class ImageQuestions:
         return fingerprint_of(listing, content_hash.of_files(self._files))
 
     def rehearsal(self) -> Any:
-        """Returns a task of random images and questions with the same shapes."""
+        """Returns a task for smoke runs: random images and questions with the same shapes, without kinds."""
         return RandomQuestions(
             image_size=self.image_size,
             image_tokens=self.image_tokens,
@@ -240,7 +244,8 @@ class ImageQuestions:
 
         Raises:
           BrokenImage: its image cannot be read.
-          UserError: image, question and answer are longer than the row, or the question or the answer has no tokens.
+          UserError: image, question and answer are longer than the row, the question or the answer has no tokens, or
+            the chat template refuses them.
         """
         slots, asked, said = self._ids(question)
         row = question_rows.laid_out(slots, asked, said, length=self.length)
@@ -377,7 +382,7 @@ def _check_numbers(values: Mapping[str, int | None]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomQuestions(SampledTask):
-    """A task of random images with random questions and answers, for rehearsals, plans and benchmarks.
+    """A task of random images with random questions and answers, for smoke runs, plans and benchmarks.
 
     `random_questions` explains the fields.
     """
@@ -401,7 +406,10 @@ class RandomQuestions(SampledTask):
         return {**row, "images": rng.integers(0, 256, (self.image_size, self.image_size, 3), dtype=np.uint8)}
 
     def rehearsal(self) -> RandomQuestions:
-        """Returns the same task with one stream, for any batch size. Rows keep their length, which the image needs."""
+        """Returns the same task with one stream, for smoke runs with any batch size.
+
+        Rows keep their length, which the image needs.
+        """
         return dataclasses.replace(self, num_streams=1)
 
 

@@ -1,7 +1,7 @@
 """Decodes image files, and encodes arrays as image files, on the host.
 
-Gray images get three equal channels; of 16 bits the upper 8 are used; transparent pixels are put on white; the camera's
-orientation tag is applied.
+Decoding gives gray images three equal channels, keeps the upper 8 of 16 bits, puts transparent pixels on white, and
+applies the camera's orientation tag.
 """
 
 import io

@@ -1,7 +1,7 @@
-"""Prepares images as the processor of a published model does, on the host, up to uint8.
+"""Prepares images on the host, as the processor of a published model does, but as uint8 that is not normalized.
 
-A processor with frames, as that of SmolVLM, resizes an image so that its longest edge has a given length, then to whole
-frames, and splits it into them. The image itself, as one frame, follows.
+A processor with frames, such as that of SmolVLM, resizes an image so that its longest edge has a given length, then to
+whole frames, and splits it into them. If these are several, the whole image follows, reduced to one frame.
 
 F frames, H rows and W columns of pixels.
 """
@@ -22,7 +22,7 @@ class Frames(NamedTuple):
 
     Attributes:
       pixels: [F, H, W, 3], uint8.
-      rows, columns: of the grid of frames; the last frame is the whole image, reduced. 0 if it was not split.
+      rows, columns: size of the grid of frames, which the reduced whole image follows; 0 if it was not split.
     """
 
     pixels: np.ndarray
@@ -63,7 +63,7 @@ def _frames(image: Any, processor: ImageProcessor, side: int) -> Frames:
 
 
 def _whole_frames(image: Any, side: int) -> tuple[int, int]:
-    """Returns how many rows and columns of frames an image is resized to, with `side` pixels along a frame.
+    """Returns to how many rows and columns of frames an image is resized; a frame has `side` pixels along a side.
 
     The longer edge is rounded up to whole frames. The shorter edge follows from it by the image's ratio of width to
     height, and is then rounded up, too.

@@ -19,7 +19,7 @@ class Question(NamedTuple):
       where: `file:line`, for messages.
       image: path of the image.
       question, answer: the texts.
-      kind: the kind of question; "" if the line has none.
+      kind: the kind of question; "" if the line has none, or kinds are not read.
       weight: how often it is drawn in training, relative to others.
       grid: cells along a side of the image; 0 if the line does not say where its question points.
       cells: numbers of the cells that the question is about.

@@ -9,7 +9,8 @@ def laid_out(slots: Sequence[int], asked: Sequence[int], said: Sequence[int], *,
     """Returns the fields of a row with an image, a question and an answer, except the image itself.
 
     Besides those of text these are `slots` [S], the positions of the image, and `until` [T]: the last position to which
-    each position attends. That is the end of the question for the image and the question, and itself for the answer.
+    each position attends. For the image and the question this is the end of the question, otherwise the position
+    itself.
 
     Args:
       slots: the positions of the image.

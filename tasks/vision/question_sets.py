@@ -165,7 +165,7 @@ class _Writer:
 
 
 def _text(value: Any, where: str) -> str:
-    """Returns a text or, of several, the most frequent (of equally frequent, the first); blank ones do not count.
+    """Returns a text; of several, the most frequent, or the first of equally frequent ones. Blank ones do not count.
 
     Raises:
       _Bad: it is not UTF-8 text, or all texts are blank.
