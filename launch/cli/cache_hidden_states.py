@@ -26,7 +26,6 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("experiment", metavar="EXPERIMENT.gin", help="whose model is an AdaptedDecoder")
     parser.add_argument("--out", metavar="DIR", required=True, help="a local folder; complete splits in it are kept")
     parser.add_argument(

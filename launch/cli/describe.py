@@ -1,4 +1,4 @@
-"""`launch/run describe`: describes a published model from its `config.json`, with the slices that can fine-tune it."""
+"""`launch/run describe`: describes a published model from its `config.json`, with the smallest slices for tuning."""
 
 import argparse
 import dataclasses
@@ -35,7 +35,6 @@ _MOST_CHIPS = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the folder and --length."""
     parser.add_argument("folder", metavar="FOLDER", help="folder with config.json: local, gs:// or hf://OWNER/NAME")
     help_ = "tokens of a row (default: 2048, or the model's positions if it has fewer)"
     parser.add_argument("--length", metavar="N", type=flags.at_least(2), help=help_)
@@ -115,7 +114,7 @@ def _cache_bytes(program: Program, length: int) -> int:
 
 
 def _smallest(model: Any, generation: str, *, length: int) -> str:
-    """Returns the smallest slice of a generation on which a fine-tuning step fits, with its GiB per chip, as text.
+    """Returns the smallest slice of a generation on which a fine-tuning step fits, with GiB per JAX device, as text.
 
     Slices have at most _MOST_CHIPS devices, whose number divides the width. If no slice fits, or the step cannot be
     estimated, the text says so.

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exporter(run: str, model: Any) -> Callable[[str, Experiment, paths.Path, bool], Exported]:
-    """Returns what makes the export of a model. Raises UserError if nothing does."""
+    """Returns the function that makes the export of a model. Raises UserError if there is none."""
     if isinstance(model, DecoderConfig):
         return _decoder
     for module in environment.declared("EXPORTS"):
@@ -104,9 +104,10 @@ def _exporter(run: str, model: Any) -> Callable[[str, Experiment, paths.Path, bo
 
 
 def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> None:
-    """Raises UserError unless a step has the parameters that its model needs, and the average of them if one is kept.
+    """Raises UserError unless a step has the parameters that its model needs.
 
-    The average must be the step's parameters: one in the optimizer's state is not exported.
+    If the optimizer averages parameters, the step's parameters must be the average: one in the optimizer's state is not
+    exported.
     """
     saved = warm_start.SavedParameters(step)
     if differences := saved.problems(shapes, specs):
@@ -123,7 +124,8 @@ def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes
 def _decoder(run: str, experiment: Experiment, step: paths.Path, is_merged: bool) -> Exported:
     """Returns the export of a decoder or, if it has adapters and they are not merged, of the adapters alone.
 
-    Raises UserError if no published format has this model, or `--merge` is given without adapters or needed for them.
+    Raises UserError if no published format has this model, `--merge` is given without adapters, or PEFT cannot load the
+    base of adapters that are not merged.
     """
     model: Any = experiment.model
     if model.lora is not None and not is_merged:
@@ -235,7 +237,7 @@ def _reader(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -
 
 
 def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the special ids for config.json, and the content of generation_config.json: the ids that end texts.
+    """Returns the special ids for config.json, and the content of generation_config.json.
 
     The first is empty if the task has no vocabulary. The second is empty unless its vocabulary is a published
     tokenizer's.

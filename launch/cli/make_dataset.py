@@ -22,7 +22,6 @@ EXAMPLE = "\n  ".join(dict.fromkeys(module.EXAMPLE for module in _KINDS.values()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a subcommand for each kind of dataset."""
     kinds = parser.add_subparsers(dest="built", required=True, metavar="|".join(_KINDS))
     for name, module in _KINDS.items():
         own = kinds.add_parser(name, argument_default=argparse.SUPPRESS, allow_abbrev=False)

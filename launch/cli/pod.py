@@ -1,8 +1,8 @@
 """`launch/pod.sh`: trains an experiment on a slice, wherever that slice is.
 
-The same command line works in three places. On a host of a TPU slice or of GPUs it becomes this host's process; from a
-workstation it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none applies, the
-error lists what was examined. The slice `local` is this machine.
+The same command line works in three places. On a host with TPUs or GPUs it trains as this host's process of the run;
+from a workstation it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none
+applies, the error lists what was examined. The slice `local` stands for the GPUs, or the CPU, of this machine.
 """
 
 from __future__ import annotations
@@ -166,7 +166,10 @@ def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
-    """Performs an action on a run directory: profile, logs or tensorboard. Raises UserError if profile names no run."""
+    """Performs an action on a run directory: profile, logs or tensorboard.
+
+    Raises UserError if profile names no run, or a given flag is not used.
+    """
     from core.training import profile_request
     from launch.hosts import logs
 
@@ -183,7 +186,7 @@ def _of_a_run(args: argparse.Namespace) -> int:
 def _of_a_tpu(args: argparse.Namespace) -> int:
     """Performs an action on the TPU that --tpu or TPU_NAME names, or on the run there.
 
-    Raises UserError if none is named.
+    Raises UserError if none is named, the words after the action do not fit it, or a given flag is not used.
     """
     _refuse_unused(args, _READ_BY[args.target])
     needs_slice = args.target in ("create", "queue")

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs TensorBoard until it is stopped, and returns its exit code; known noise of TensorFlow is not printed.
+    """Runs TensorBoard until it is stopped, and returns its exit code; harmless messages of TensorFlow are left out.
 
     Raises:
       UserError: TensorBoard is not installed, or the folder is missing or has neither event files nor profiles.

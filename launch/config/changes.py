@@ -47,7 +47,10 @@ class Changes:
         return None
 
     def _called(self, value: Any) -> Reference | None:
-        """Returns the constructor call if a value is one, directly or through macros; otherwise None."""
+        """Returns a value, or the value of the macro that it is, if that is a constructor call without a scope.
+
+        Otherwise returns None.
+        """
         while isinstance(value, Macro):
             value = self._values.get(value.name)
         return value if isinstance(value, Reference) and value.evaluate and not value.scope else None

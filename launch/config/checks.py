@@ -64,11 +64,11 @@ class Configuration:
 
     @property
     def is_without_defaults(self) -> bool:
-        """Returns whether nothing is bound to the root because the file that does it is not included."""
+        """Whether the file with the defaults is not included, and nothing else is bound to the root."""
         return self.defaults not in self.reader.sources and not self.bound(self.root, ())
 
     def is_doubtful(self, name: str) -> bool:
-        """Returns whether a name resembles one that is unknown, or is in a statement with a syntax error."""
+        """Returns whether a name resembles an unknown name, or a word of a statement with a syntax error."""
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
@@ -153,10 +153,10 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
 
 
 def _displaced(config: Configuration, unused: Iterable[Binding]) -> Iterator[tuple[Binding, Binding]]:
-    """Yields bindings that are unused because of a binding in another source, each with that binding.
+    """Yields unused bindings, each with the binding that made it unused.
 
-    For example, `OPTIMIZER = @optimizers.lion()` displaces an earlier `OPTIMIZER = @optimizers.adamw()`; bindings of
-    adamw's parameters, and macros that only they read, are then unused.
+    For example, `OPTIMIZER = @optimizers.lion()` displaces an `OPTIMIZER = @optimizers.adamw()` of an earlier source;
+    bindings of adamw's parameters, and macros that only they read, are then unused.
     """
     edges = {node: _mentions(found) for node, found in _grouped(config.bindings, _node).items()}
     choices = []  # final bindings, each with the nodes that were reachable from the bindings it replaced

@@ -58,7 +58,7 @@ def among(texts: Sequence[str]) -> list[dict[str, str]]:
 def is_same(before: str, after: str, *, ignoring: Collection[str] = ()) -> bool:
     """Returns whether two canonical texts have the same imports, and the same settings except those in `ignoring`.
 
-    Imports of this project's own modules may differ, because new macros may name them.
+    An import of one of this project's modules may be in one of the texts only, because new macros may name it.
     """
     if before == after:
         return True
@@ -78,7 +78,10 @@ def _values(text: str) -> Mapping[str, str]:
 
 
 def _rendered(settings: Settings) -> dict[str, str]:
-    """Returns the values as text by name; the former constructor of a named task becomes `text.seqio` with the name."""
+    """Returns the values as text by name.
+
+    `text.python_source`, of older texts, is written as `text.seqio` with the name of that task.
+    """
     found = {binding.name: render(binding.value) for binding in settings.bindings}
     if "text.seqio.name" not in found and any("text.python_source." in name for name in found):
         found = {name.replace(*_SPELLING): value.replace(*_SPELLING) for name, value in found.items()}

@@ -172,6 +172,7 @@ def load(
       between: further gin texts, by their names in messages.
       trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
         cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
+      of_environment: whether the variables TPU_MESH_CONFIG and TPU_AXIS_NAMES also apply to a given `text`.
 
     Raises:
       UserError: there is no such file, an environment variable is malformed, or there are mistakes; lists all of them.

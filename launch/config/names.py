@@ -1,6 +1,6 @@
 """Resolves names in gin files to constructors, through the imports of the file in which they occur, as gin does.
 
-An unresolved name is reported as a problem with a suggestion.
+An unresolved name is reported as a problem, if possible with a suggestion.
 """
 
 import collections
@@ -86,7 +86,7 @@ class Names:
     Attributes:
       problems: failed imports and unresolved names.
       unresolved: the unresolved names.
-      own_modules: full names of the user's modules that were imported.
+      own_modules: full names of the imported modules that are not this project's.
     """
 
     def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: "Trust | None" = None):

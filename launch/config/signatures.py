@@ -221,7 +221,10 @@ def _result(reference: Reference, hint: Any) -> str:
 
 
 def _lacking(actual: type, protocol: type) -> list[str]:
-    """Returns the methods of a protocol that a class lacks; attributes are not checked, as `__init__` may set them."""
+    """Returns the public methods of a protocol that a class lacks.
+
+    Attributes are not checked, as `__init__` may set them; a class with `__getattr__` is taken to lack nothing.
+    """
     if hasattr(actual, "__getattr__"):
         return []
     bases = [base for base in getattr(protocol, "__mro__", ()) if getattr(base, "_is_protocol", False)]

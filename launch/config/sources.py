@@ -179,7 +179,7 @@ def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
 
 
 def missing_file(path: str, guess: Path | None, *, file: str, line: int = 0) -> ConfigProblem:
-    """Returns the problem that reports a missing file.
+    """Returns the problem that reports a missing file, or a folder where a file is expected.
 
     Args:
       path: the file, as the user wrote it.

@@ -174,7 +174,7 @@ class Built(Stored):
         return (self._named,) if self._named else ()
 
     def rehearsal(self) -> Built:
-        """Returns a small dataset of the same kind for a smoke run: at most 8 puzzles per split."""
+        """Returns a small dataset of the same kind for a smoke run: at most 8 puzzles per split, with their copies."""
         few = {name: min(8, getattr(self.recipe, name)) for name in ("num_train", "num_test")}
         recipe: Any = self.recipe
         return Built(dataclasses.replace(recipe, **few))
