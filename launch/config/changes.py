@@ -29,8 +29,8 @@ class Changes:
     def constructor(self, field: str) -> str | None:
         """Returns the constructor in which a field of the model is bound, such as `transformer.Transformer`.
 
-        It is looked for inside wrappers, and inside functions that change a model. None if it is not found there, or
-        has a gin scope.
+        It is looked for inside wrappers, and inside functions that change a model. None if it is not found, or if a
+        call on the way to it has a gin scope.
         """
         path = wrappers.field_path(self._model, field)
         if path is None:

@@ -23,7 +23,7 @@ class ConfigProblem:
     file: str  # the gin file, or `--gin #2` for the second binding on the command line
     line: int  # from 1; 0: the whole file
     what: str  # the mistake, in a sentence without a full stop
-    actual: str = ""  # the text of the statement
+    actual: str = ""  # what was found, such as the text of the statement
     expected: str = ""  # the accepted values, or the most similar names
     fix: str = ""  # how to correct the mistake
 

@@ -71,7 +71,7 @@ def _problem(line: str, where: str) -> Problem:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns an unbiased estimate of the probability that one of k samples is correct (equation 1 of the paper).
+    """Returns an unbiased estimate of the probability that k samples contain a correct one (equation 1 of the paper).
 
         1 - C(n - c, k) / C(n, k)
 

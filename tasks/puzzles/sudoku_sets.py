@@ -37,7 +37,7 @@ class SudokuSet:
       clues: minimum and maximum of the number of clues that `sudoku_puzzles.generate` aims at; None: a default for each
         size.
       csv: folder with train.csv and test.csv (columns source, question, answer, rating); "": puzzles are generated.
-      min_rating: puzzles with a lower rating are left out.
+      min_rating: puzzles with a lower difficulty (`sudoku_puzzles.Puzzle.rating`) are left out.
       seed: seed of the generator, of the choice from CSV files, and of the symmetric copies.
 
     Raises:

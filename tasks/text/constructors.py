@@ -85,7 +85,7 @@ class TextTask:
         return streams.PassBatches(layout, spec=self.spec(layout.batch_size), stream=self.corpus.open_stream(spec))
 
     def problems(self) -> list[str]:
-        """Returns the problems that can be found without opening the data, each with its fix."""
+        """Returns the problems that can be found before a run, in its settings and in local data, each with its fix."""
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def example_problems(self) -> list[str]:

@@ -70,10 +70,13 @@ class Parts(NamedTuple):
 
 
 class DocumentSource(Corpus):
-    """A `documents.Corpus` whose documents are read part by part; subclasses implement `parts` and `describe`."""
+    """A `documents.Corpus` whose documents are read part by part, or from a token cache.
+
+    Subclasses implement `parts`, or `open_stream` and `sample_texts`.
+    """
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns the parts of a split. Raises UserError if there are none."""
+        """Returns the parts of a split. Raises UserError if the split cannot be read."""
         raise NotImplementedError
 
     def named_files(self) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ class StreamSpec(NamedTuple):
       length: T, tokens per row.
       seed: the seed that shuffles the documents; None: they are read in order.
       vocabulary: converts text to ids; None if only texts are read.
-      once: whether the stream ends after it has read every document once; otherwise it is endless.
+      once: whether the stream ends after it has read its documents once; otherwise it is endless.
     """
 
     split: str
@@ -184,7 +184,7 @@ class Corpus(Protocol):
         """Yields training documents in a fixed order, each at most once."""
 
     def problems(self) -> list[str]:
-        """Returns the problems that can be found without opening the data."""
+        """Returns the problems that can be found before a run, in its settings and in local data."""
 
     def named_files(self) -> tuple[str, ...]:
         """Returns file patterns and folders as the user wrote them."""

@@ -36,7 +36,7 @@ class Vocabulary(Protocol):
 
     @attribute
     def hash(self) -> str:
-        """A hexadecimal hash, which differs between vocabularies that convert text to different ids."""
+        """A hexadecimal hash, by which a changed vocabulary is noticed."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids, without an end-of-document id. Raises UserError for text that it cannot convert."""

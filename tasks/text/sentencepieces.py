@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies: an existing model, or one that the first run trains on its own text.
+"""SentencePiece vocabularies: an existing model, or one that a run trains on its own text when it first starts.
 
 A trained model reproduces every text exactly (byte fallback, no normalization). Training is deterministic. Every host
 compares a trained model with the hash stored beside it.

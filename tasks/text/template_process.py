@@ -41,7 +41,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str):
-        """Starts the process. Raises TemplateError for a malformed template."""
+        """Starts the process. Raises TemplateError for a template that cannot be compiled."""
         self._source = source
         self._lock = threading.Lock()
         self.marks_answers: bool = self._start()

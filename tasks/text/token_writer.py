@@ -99,7 +99,7 @@ class Counts:
 
 
 class Progress:
-    """Prints progress: called with the counts after every batch, it passes a line to `say` at most every 10 s."""
+    """Reports progress: called with the counts after every batch, it passes a line to `say` at most every 10 s."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._start, self._last = say, time.monotonic(), time.monotonic()

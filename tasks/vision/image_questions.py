@@ -398,7 +398,7 @@ class RandomQuestions(SampledTask):
         return batch_spec(batch_size, **sizes, has_kinds=False)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> dict[str, np.ndarray]:
-        """Returns a row whose last quarter of text is the answer."""
+        """Returns a row whose answer is about the last quarter of its text."""
         del is_training
         ids = rng.integers(0, self.vocab_size, self.length - self.image_tokens + 1).tolist()
         asked, slots = len(ids) - 1 - len(ids) // 4, range(self.image_tokens)
