@@ -10,7 +10,7 @@ libraries that read them.
 Data of `text.tfds` can import modules that are not listed here. TensorFlow Datasets (TFDS) imports modules of its own
 catalog. If it reads a dataset from its files alone, it also imports the modules of the feature classes that
 `features.json` or `dataset_info.json` below `data_dir` names: any module that this Python finds. It downloads none of
-them: names `namespace:dataset`, for which TFDS may download code, are refused.
+them: names `namespace:dataset`, for which TFDS may download code, are not supported.
 """
 
 from collections.abc import Collection

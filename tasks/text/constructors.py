@@ -365,7 +365,7 @@ def seqio(
     inputs, and the loss covers only the targets.
 
     Unless `live` is set, the first start of a run executes the task once, in other processes, and writes a token cache,
-    as `launch/run tokenize --task NAME` does. Later starts read the cache without running the task.
+    as `launch/run tokenize --task NAME` does. Later starts read this cache.
     `renga.python_source` is read from its files, without a cache or seqio.
 
     Args:

@@ -66,7 +66,7 @@ class Vocabulary(Protocol):
 class Encodes(Protocol):
     """Two methods that every vocabulary has.
 
-    `can` checks for them without reading a model file, as it would for attributes such as `Vocabulary.size`.
+    `can` checks for them without reading a model file; a check for attributes such as `Vocabulary.size` would read it.
     """
 
     def encode(self, text: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 A .txt file is one document and one part (a `Part`, a share of the documents that streams open). A .jsonl file has a
 document on each line, a .parquet file one in each row. If there are fewer files than streams, .jsonl files are divided
-into ranges of lines, and .parquet files into row groups, but for compressed files and held-out lines and rows.
+into ranges of lines, and .parquet files into row groups, except compressed files, and lines or rows held out by hash.
 """
 
 import dataclasses

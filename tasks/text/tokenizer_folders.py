@@ -1,6 +1,6 @@
 """Vocabularies of published models: a folder's `tokenizer.json`, special tokens, and chat template.
 
-The tokenizers library, which transformers also uses, converts text, so ids are the same. Id 0 is an ordinary token.
+Text is converted by the library tokenizers, as in transformers, to the same ids. Id 0 is an ordinary token.
 """
 
 import contextlib
