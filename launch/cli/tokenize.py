@@ -190,7 +190,7 @@ def _require_free(out: str) -> None:
 
 
 def _summarize(out: str, about: Mapping[str, Any]) -> None:
-    """Prints documents, tokens and bytes before and after the filters, and what each filter left out."""
+    """Prints how many documents, tokens and bytes were read, were left out for each reason, and are in each split."""
     left_out = {_LEFT_OUT[key]: counts for key, counts in about["left_out"].items() if counts["documents"]}
     rows = {"read": [*about["splits"].values(), *left_out.values()]}
     rows |= {f"- {why}": [counts] for why, counts in left_out.items()}

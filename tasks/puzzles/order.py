@@ -9,9 +9,8 @@ augmentations; any host can compute the whole order; and a position is a few num
 
 A puzzle with several examples (ARC) contributes as many of them as the batch has room for, without repetition. They are
 drawn from a separate generator for each batch, keyed by (seed, iteration, visit), so that they do not change the other
-draws.
-Examples at the end of an iteration that do not fill a batch are dropped. This order is not a seqio task, because seqio
-shuffles examples through a buffer and has no groups.
+draws. Examples at the end of an iteration that do not fill a batch are dropped. This order is not a seqio task, because
+seqio shuffles examples through a buffer and has no groups.
 
 B: rows per batch. E: examples. P: puzzles. G: groups.
 """

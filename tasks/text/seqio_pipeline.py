@@ -1,7 +1,7 @@
 """Runs the pipelines of registered seqio tasks in separate processes, for token caches.
 
-Only these processes import seqio, TensorFlow and the module that registers the tasks. They call the public functions of
-the first half of this module; `Processes` starts them.
+These processes import seqio, TensorFlow and the module that registers the tasks. They call the public functions of the
+first half of this module; `Processes` starts them.
 """
 
 import atexit
@@ -134,7 +134,7 @@ def _definition(asked: Asked) -> dict[str, Any]:
 
 
 def _rate(mixture: Any, task: Any) -> float:
-    """Returns the mixing rate of a task. Raises UserError if it is not a positive number."""
+    """Returns the mixing rate of a task. Raises UserError if it cannot be computed, or is not a positive number."""
     try:
         rate = float(mixture.get_rate(task))
     except Exception as error:  # a rate may be a user's function

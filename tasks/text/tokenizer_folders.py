@@ -106,7 +106,7 @@ class FolderTokenizer(ChatVocabulary):
         return text(self._setting(role, expected=expected, fits=lambda value: isinstance(text(value), str)))
 
     def _id(self, role: str) -> int | None:
-        """Returns the id of the special token `role` ("bos" or "eos"); None if it names none that its tokenizer has."""
+        """Returns the id of the special token `role` ("bos" or "eos"); None if no file names one that exists."""
         text = self.token(f"{role}_token")
         if text is not None:
             return self._tokenizer.token_to_id(text)

@@ -56,8 +56,8 @@ def run(
       check: raises an exception if another process has taken over the folder.
 
     Raises:
-      UserError: the sources or the vocabulary cannot be read, or are not those with which the cache was begun; a
-        document is malformed, and is not to be skipped; or a split has no document.
+      UserError: the sources, the vocabulary or the filters cannot be used, or are not those with which the cache was
+        begun; a document is malformed, and is not to be skipped; or a split has no document.
     """
     excluded = job.filters.excluded()
     filters = dataclasses.replace(job.filters, digest=excluded.digest if excluded else "")
