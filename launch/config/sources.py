@@ -121,7 +121,7 @@ class Reader:
         """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented.
 
         If too many pieces cannot be parsed, the text is taken not to be gin: the result is one problem, and no
-        statements. More than _FEW_ERRORS are too many; in a .gin file, also more than there are statements.
+        statements. More than _FEW_ERRORS are too many; in a .gin file, only if they are also more than the statements.
         """
         try:
             return parse(text)

@@ -175,7 +175,7 @@ class Built(Stored):
 
     def rehearsal(self) -> Built:
         """Returns a small dataset of the same kind for a smoke run: at most 8 puzzles per split, with their copies."""
-        few = {name: min(8, getattr(self.recipe, name)) for name in ("num_train", "num_test")}
+        few = {name: min(8, getattr(self.recipe, name) or 8) for name in ("num_train", "num_test")}
         recipe: Any = self.recipe
         return Built(dataclasses.replace(recipe, **few))
 

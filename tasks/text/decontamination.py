@@ -56,7 +56,7 @@ def _texts(file: str) -> list[str]:
             where = f"{file}, line {number}"
             found += _strings(json.loads(line)) if line.strip() else ()
         return found
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: {error}") from error
 
 

@@ -11,6 +11,7 @@ from core.types import DataLayout
 from tasks import puzzles, streams
 from tasks.puzzles import files
 from tasks.puzzles import task as task_module
+from tasks.puzzles.maze_sets import MazeSet
 from tasks.puzzles.order import InOrder
 
 
@@ -208,6 +209,8 @@ def test_mazes_that_a_run_builds(tmp_path, host_layouts):
 def test_a_rehearsal_is_small_and_needs_no_files(tmp_path, task, host_layouts):
     assert task.rehearsal().source is task.source  # it is there
     absent = puzzles.dataset(directory=None, length=81, vocab_size=11).rehearsal()
+    every = task_module.Built(MazeSet(size=6, num_train=None, num_test=None, csv="never-read")).rehearsal()
+    assert (every.recipe.num_train, every.recipe.num_test) == (8, 8)
     few = small(num_train=10_000, num_test=10_000, directory="never-made").rehearsal()
     for number, rehearsal in enumerate((absent, few)):
         assert rehearsal.problems() == []

@@ -92,9 +92,10 @@ def test_evaluation_sets_are_texts_and_strings_of_json_lines(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo")
     (tmp_path / "b.jsonl").write_text('{"x": ["three", {"y": "four"}], "z": 5}\n\n"six"\n')
     assert read([f"{tmp_path}/*"]) == ["one\ntwo", "three", "four", "six"]
-    (tmp_path / "b.jsonl").write_text("{}\n{")
-    with pytest.raises(UserError, match=r"b\.jsonl, line 2: "):
-        read([f"{tmp_path}/b*"])
+    for line in ("{", "[" * 200_000):
+        (tmp_path / "b.jsonl").write_text("{}\n" + line)
+        with pytest.raises(UserError, match=r"b\.jsonl, line 2: "):
+            read([f"{tmp_path}/b*"])
     (tmp_path / "c.csv").write_text("a,b")
     for pattern, message in (("c*", "expected .txt or .jsonl"), ("d*", "no file matches")):
         with pytest.raises(UserError, match=message):
