@@ -100,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
-    """Returns the parser of one command."""
+    """Returns the parser for a command's module; `program` is the command's name in usage and error messages."""
     parser = _Parser(
         prog=program,
         description=command.HELP,

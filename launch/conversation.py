@@ -38,7 +38,8 @@ class Conversation:
         """Prints the answer to a message of the user while it is generated; the first Ctrl-C ends the answer early.
 
         Raises:
-          UserError: the template does not accept the message, or no position is left; the history is then unchanged.
+          UserError: there is no chat template, it does not accept the message, or no position is left; the history is
+            then unchanged.
         """
         messages = [*self._messages, {"role": "user", "content": message}]
         ids = self._model.chat_ids(messages)

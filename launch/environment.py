@@ -1,4 +1,4 @@
-"""Reads environment variables, and finds the modules of this package by what they declare.
+"""Reads environment variables, and finds modules of launch/ by constants that they assign.
 
 An empty value counts as unset. docs/reference/environment.md lists the variables.
 """
@@ -49,9 +49,9 @@ MESH_AXES = ("data", "fsdp", "tensor")  # mesh axes of strategies.mesh3d
 
 @functools.cache
 def declared(constant: str) -> Mapping[str, Any]:
-    """Returns the literals that modules in folders of launch/ assign to a constant in one line, by full module name.
+    """Returns the literals that modules in folders of launch/ assign to a constant on one line, by full module name.
 
-    It imports no module. Therefore the commands of an optional part exist exactly as long as its files do.
+    It reads files and imports no module, so a command exists as long as the file of its module does.
     """
     line, found = re.compile(rf"(?m)^{constant} = (.+)$"), {}
     for file in sorted(Path(__file__).parent.glob("*/*.py")):
@@ -70,7 +70,10 @@ class ProcessLayout:
 
 
 def read(name: str, *, environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the value of a variable in NAMES, or None if it is unset or empty."""
+    """Returns the value of a variable in NAMES, or None if it is unset or empty.
+
+    `environ` has the environment variables; None: those of this process.
+    """
     assert name in NAMES, f"{name} is not in launch/environment.py"
     return (os.environ if environ is None else environ).get(name) or None
 
@@ -107,15 +110,18 @@ def worker_addresses() -> tuple[str, ...]:
 
 
 def join_secret() -> str:
-    """Returns the text by which the hosts of one start recognize one another, the same on all of them.
+    """Returns the text by which the hosts of one start recognize one another.
 
-    It is RENGA_JOIN_SECRET or, if that is unset, the addresses from `worker_addresses`, which may be "".
+    It is RENGA_JOIN_SECRET or, if that is unset, the addresses from `worker_addresses`, joined by commas; "" without
+    either.
     """
     return read("RENGA_JOIN_SECRET") or ",".join(worker_addresses())
 
 
 def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Returns TPU_MESH_CONFIG and TPU_AXIS_NAMES as gin bindings, () if unset; axes that are not named get degree 1.
+    """Returns gin bindings for the mesh of TPU_MESH_CONFIG and TPU_AXIS_NAMES; () if they are unset.
+
+    Axes of MESH_AXES that are not named get degree 1.
 
     Raises:
       UserError: one is set without the other, or their values are wrong; lists all problems.
@@ -225,7 +231,7 @@ def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
 
 
 def _are_set(names: Sequence[str], which: str, environ: Mapping[str, str] | None) -> bool:
-    """Returns whether variables are set. Raises UserError, which says what to set, if only some are."""
+    """Returns whether all of the variables are set. Raises UserError if only some are; `which` says what to set."""
     present = [name for name in names if read(name, environ=environ) is not None]
     missing = [name for name in names if name not in present]
     if present and missing:

@@ -1,4 +1,7 @@
-"""What `launch/run export` writes of a model: `launch.cli.export` for decoders, modules that set EXPORTS for others."""
+"""Describes an exported model, of which `launch/run export` writes the files.
+
+`launch.cli.export` makes the description for decoders; modules that set EXPORTS make it for other models.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -8,20 +11,20 @@ import numpy as np
 
 from core.checkpoints.tensor_map import Source
 
-Read = Callable[[str, int | None], np.ndarray]  # of a parameter by its path, and a layer or None for all layers
+Read = Callable[[str, int | None], np.ndarray]  # reads a parameter, given its path and a layer (None: all layers)
 
 
 class Exported(NamedTuple):
     """The files of an exported model.
 
     Attributes:
-      kind: its `model_type`.
-      file: the name of the file with `config`.
-      config: the content of this file.
-      sources: the tensors of each parameter, by path; parameters without an entry are not written.
-      reads: returns what reads the parameters that are written, given what reads those of the run.
-      others: returns further tensors, by name, with floating-point numbers in the given dtype.
-      files: further files, by name.
+      kind: the `model_type` of the exported model.
+      file: the name of the JSON file that contains `config`.
+      config: the configuration of the exported model.
+      sources: by path of a parameter, the tensors that are written for it; parameters without an entry are not written.
+      reads: given the function that reads parameters of the run, returns the function that reads those to write.
+      others: given the dtype of the export, yields name and values of further tensors; floating-point ones have it.
+      files: the text of further files, by name.
       note: a line about what is not written; "" if there is none.
     """
 

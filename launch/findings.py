@@ -15,7 +15,7 @@ class Finding(NamedTuple):
 
     Attributes:
       name: name of the check.
-      ok: False if it prevents the run from starting.
+      ok: whether the check passed; a run cannot start if one failed.
       detail: the result of the check, as text or as a `Problem`.
       is_note: whether it is only information, or could not be checked.
     """
@@ -38,7 +38,10 @@ class Finding(NamedTuple):
 
 
 def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges the findings of each host; the detail of one that not all hosts share begins with those that have it."""
+    """Merges the findings of all hosts, given in the order of the hosts; equal findings become one.
+
+    If only some hosts have a finding, its detail begins with their numbers.
+    """
     names = list(dict.fromkeys(finding.name for findings in by_host for finding in findings))
     merged = []
     for name in names:
@@ -65,7 +68,7 @@ def is_ready(findings: Iterable[Finding]) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Formats findings as a table; the last line is READY or NOT READY."""
+    """Formats findings as a table; the last line says READY, or NOT READY and how many checks failed."""
     width = max((len(finding.name) for finding in findings), default=0)
     indent = "\n" + " " * (width + 8)
     lines = []

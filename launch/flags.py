@@ -1,4 +1,4 @@
-"""Flags that several commands share, each with one name, type and help text; and old names of commands and flags."""
+"""Flags that several commands share, defined once; and old names of commands and flags, which are still accepted."""
 
 import argparse
 import contextlib
@@ -36,7 +36,10 @@ def positive(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file to write, in a folder that exists. Raises ArgumentTypeError if it cannot be written."""
+    """An argparse type: a local file to write.
+
+    Raises ArgumentTypeError if it is a folder, or its own folder does not exist or cannot be written to.
+    """
     path = Path(text)
     folder = path.absolute().parent
     if path.is_dir():
@@ -54,7 +57,6 @@ class _Output(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        """Stores the value of the flag."""
         setattr(namespace, self.dest, values)
         namespace.outputs = [*getattr(namespace, "outputs", ()), (option_string, values)]
 
@@ -64,7 +66,7 @@ OUTPUT: dict[str, Any] = {"metavar": "FILE", "action": _Output, "type": output_f
 
 
 def require_free(args: argparse.Namespace) -> None:
-    """Raises UserError if a file that a command would write exists, unless --overwrite is given."""
+    """Raises UserError if a file that a flag of OUTPUT names exists, unless --overwrite is given."""
     for flag, file in getattr(args, "outputs", ()):
         if not args.overwrite and _exists(file):
             raise UserError(f"{flag} {file}: the file exists; name another, or add --overwrite")
@@ -90,7 +92,7 @@ def _folder(text: str) -> str:
 def _slice(text: str) -> str:
     """An argparse type: the name of a slice, which is not checked; `local` becomes the name of this machine's slice.
 
-    Raises ArgumentTypeError if the devices of this machine cannot be found or are not known.
+    Raises ArgumentTypeError for `local` if the devices of this machine cannot be found or are not known.
     """
     if text != LOCAL:
         return text
@@ -152,7 +154,7 @@ def add(parser: Any, *names: str, **changes: Any) -> None:
 
 
 def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
-    """Returns command-line arguments that pass the values of these flags, if set, to another process."""
+    """Returns command-line arguments with which another process gets the values of these flags, without unset ones."""
     words: list[str] = []
     for name in names:
         value = getattr(args, name.removeprefix("--").replace("-", "_"))
@@ -187,7 +189,7 @@ _VALIDATED = "gin/quickstart.gin"  # the default experiment of `validate`
 
 
 def current(argv: Sequence[str]) -> list[str]:
-    """Returns a command line with the current names; prints a note for each old one."""
+    """Replaces old names in a command line, which begins with the command; prints notes about what it replaces."""
     command, *words = argv
     if command == "pod" and "validate" in words[1:]:  # SLICE validate [EXPERIMENT.gin] [--flags]
         at = words.index("validate", 1)

@@ -29,6 +29,6 @@ class LiveText:
         self._printed = text
 
     def end(self, text: str) -> None:
-        """Prints the rest of the complete text."""
+        """Prints the rest of the complete text; on a new line the whole text, if it begins unlike what was printed."""
         goes_on = text.startswith(self._printed)
         print(terminal.printable(text[len(self._printed) :] if goes_on else f"\n{text}"), flush=True)

@@ -49,10 +49,10 @@ class Text(NamedTuple):
     """The continuation of a prompt.
 
     Attributes:
-      text: the continuation as text.
+      text: the continuation; without a vocabulary, its ids as decimal numbers.
       ids: its ids, without the one that ended it.
       log_probabilities: log-probability of each id, by the model itself (at temperature 1, over all tokens).
-      ended: whether a stop id ended it, rather than the limit.
+      ended: whether a stop id ended it.
     """
 
     text: str
@@ -61,21 +61,24 @@ class Text(NamedTuple):
     ended: bool
 
 
-Images = Sequence[str]  # files of a prompt, in the order of their tokens
+Images = Sequence[str]  # image files of a prompt, in the order of its image tokens
 
 
 class Sight(Protocol):
-    """What a model of images and text has beside its decoder; `launch.images` makes it."""
+    """Interface of what turns the images of prompts into vectors for a decoder; `launch.images` implements it."""
 
     @property
     def params(self) -> Any:
-        """The parameters of what turns images into vectors; None before they are read."""
+        """The parameters that turn images into vectors; None before they are read."""
 
     def expanded(self, text: str, images: Images) -> str:
-        """Returns a prompt with as many image tokens as its images have vectors."""
+        """Returns a prompt in which each image token is repeated once for each vector of its image.
+
+        Raises UserError if the numbers of image tokens and images differ, or an image cannot be read.
+        """
 
     def check(self, ids: Sequence[int], images: Images) -> None:
-        """Raises UserError if the ids have another number of image tokens than the images have vectors."""
+        """Raises UserError unless the ids have one image token for each vector of the images."""
 
     def vectors(self, ids: Sequence[int], images: Images) -> Vectors | None:
         """Returns the vectors of the images of a prompt; None without images.
@@ -86,7 +89,7 @@ class Sight(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model with its parameters on devices; of a model of images and text, the decoder and its `sight`."""
+    """A model with its parameters. A model of images and text is split into its decoder and its `sight`."""
 
     program: Program  # the model and its layout
     params: Any  # `Params`, laid out as `program.abstract_state.params`; None before they are read
@@ -108,14 +111,17 @@ class LoadedModel:
     def encoded(self, text: str, *, is_chat: bool = False, images: Images = ()) -> list[int]:
         """Converts a prompt to ids, with the begin-of-text id (once) if the model's texts begin with one.
 
+        An empty prompt becomes the begin-of-text id.
+
         Args:
           text: the prompt.
           is_chat: whether to format the prompt by the chat template, as a user's first message.
           images: files of images: one for each image token of the prompt, in order; with `is_chat`, they come before
-            the text.
+            the text. A model of text ignores them.
 
         Raises:
-          UserError: there is no vocabulary or chat template, or the images do not fit the prompt.
+          UserError: there is no vocabulary or chat template, the chat template does not accept the prompt, the numbers
+            of image tokens and images differ, or an image cannot be read.
         """
         if is_chat:
             return self.chat_ids([{"role": "user", "content": text}], images=images)
@@ -130,12 +136,12 @@ class LoadedModel:
         """Formats a conversation by the chat template, up to the beginning of the answer, and converts it to ids.
 
         Args:
-          messages: the conversation.
-          images: files of images, which come before the text of the first message.
+          messages: the conversation, at least one message with the keys `role` and `content`.
+          images: files of images, which come before the text of the first message. A model of text ignores them.
 
         Raises:
-          UserError: there is no vocabulary or chat template, it does not accept the conversation, or an image cannot be
-            read.
+          UserError: there is no vocabulary or chat template, the template does not accept the conversation, or an image
+            cannot be read.
         """
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
@@ -167,8 +173,8 @@ class LoadedModel:
           prompts, max_tokens, is_chat, images: see `batches`.
 
         Raises:
-          UserError: the model cannot continue them (`check_prompts`), lacks a vocabulary or a chat template, or reads
-            no images.
+          UserError: the model cannot generate, cannot continue one of the prompts (`generating.check_prompts`), or is
+            given images that it does not read; or as `encoded`, for a prompt given as text.
         """
         if not can(self.model, Generates):
             lacks = ", ".join(missing(self.model, Generates))
@@ -193,11 +199,14 @@ class LoadedModel:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a continuation."""
+        """The ids that end a continuation; () without a vocabulary."""
         return () if self.vocabulary is None else stop_ids(self.vocabulary)
 
     def continued(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Text]:
-        """Continues prompts, given as text or as ids, in one batch; options and errors are those of `batches`."""
+        """Continues prompts, given as text or as ids, in one batch.
+
+        Options, except `rows`, and errors are those of `batches`.
+        """
         return [one for batch in self.batches(prompts, rows=max(1, len(prompts)), **options) for one in batch]
 
     def batches(
@@ -216,23 +225,21 @@ class LoadedModel:
     ) -> Iterator[list[Text]]:
         """Continues prompts in batches, and yields the continuations of each batch.
 
-        The size of the batches changes results only by rounding.
-
         Args:
           prompts: text or ids; all are checked before the first is continued.
           rows: number of prompts per batch.
           skip: the number of prompts to skip at the beginning.
           is_chat: see `encoded`.
-          images: files of the images of each prompt, for its image tokens in their order; empty: none has any.
+          images: the image files of each prompt, in the order of its image tokens; empty: no prompt has images.
           max_tokens: largest number of new ids per prompt.
           sampling: how ids are drawn; by default, the most likely one is taken.
           seed: seed of the draws.
           slots: number of slots of the KV cache, if more than needed: calls of different lengths then share programs.
-          on_tokens: called for each position with the new id of every row, None for rows that have ended. If it returns
-            True, only the tokens that are already being generated follow.
+          on_tokens: called for each position with the new id of every prompt of the batch, None for those that have
+            ended. If it returns True, the batch ends after the tokens that are already being generated.
 
         Raises:
-          UserError: as `checked`, before the first batch.
+          UserError: as `checked`, before the first prompt is continued.
         """
         ids = self.checked(prompts, max_tokens=max_tokens, is_chat=is_chat, images=images)
         generator, sight = self.generator, self.sight
@@ -262,7 +269,7 @@ class LoadedModel:
 
 
 def image_content(file: str) -> bytes:
-    """Returns the content of a file, local or in a bucket. Raises UserError if it cannot be read."""
+    """Returns the content of an image file, local or in a bucket. Raises UserError if reading fails with an OSError."""
     try:
         return paths.resolve(file).read_bytes()
     except OSError as error:
@@ -270,7 +277,15 @@ def image_content(file: str) -> bytes:
 
 
 def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
-    """Selects the CPU if chips are simulated or absent, or the GPUs of a GPU slice; call it before using a device."""
+    """Selects JAX's platform. Must be called before the process uses a device.
+
+    It selects CPU devices in place of the chips if they are simulated, otherwise the platform of a slice of GPUs or
+    CPUs. If none of these is asked for, it selects the CPU on a machine without TPU chips, unless JAX_PLATFORMS is set.
+
+    Args:
+      slice_name: name of the slice; None: one chip.
+      is_simulated: whether CPU devices simulate the chips of the slice.
+    """
     if not is_simulated and slice_name and not slices.get(slice_name).is_tpu:
         jax.config.update("jax_platforms", slices.get(slice_name).chip.platform)
         return
@@ -295,9 +310,11 @@ def load(
     Args:
       text: the run, step or folder.
       slice_name: the slice on which to lay out the model; this process must have its chips. None: one chip.
-      bindings: override the configuration of a run or, for a published model, of gin/generation/folder.gin.
-      dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16.
-      strategy: overrides the strategy of the run and of `bindings`. The default of a published model is fsdp.
+      bindings: override the configuration of a run or, for a published model, that of gin/generation/folder.gin
+        (images.gin for a model of images and text).
+      dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16. Not used for a run.
+      strategy: overrides the strategy of the configuration and of `bindings`; None: theirs. Without `slice_name`, a run
+        then has all parameters on its one chip.
       check: called after the configuration's modules are imported, before parameters are read.
       check_model: called with the model before its parameters are read; raises UserError if the model is unsuitable.
 
@@ -369,7 +386,6 @@ def load_step(
 
 
 def _seeing(model: LoadedModel, task: Any) -> LoadedModel:
-    """Returns the model of a run, with its `sight` if it reads images."""
     for module in environment.declared("FOLDERS") if "images" in model.program.spec else ():
         model = importlib.import_module(module).seeing(model, task)
     return model
@@ -377,7 +393,7 @@ def _seeing(model: LoadedModel, task: Any) -> LoadedModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The settings of a published model that `--gin` can change; the defaults are in gin/generation/folder.gin."""
+    """A published model and its strategy, as gin/generation/folder.gin or images.gin and `--gin` configure them."""
 
     model: Any  # the model of the folder: a `Transformer` or a `VisionLanguageModel`
     strategy: Strategy  # the strategy that lays it out
@@ -416,10 +432,10 @@ def in_compute_dtype(program: Program) -> Any:
 
 
 def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, check: Callable[[], object]) -> Choice:
-    """Returns the settings of a published model.
+    """Returns a published model, without its parameters, and its strategy.
 
     Args:
-      gin: the file with the defaults.
+      gin: the gin file with the default settings.
       folder, bindings, dtype, check: as in `load`.
 
     Raises:
@@ -436,7 +452,7 @@ def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, ch
 def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
     """Returns the tokenizer of a published model's folder; None if it has none.
 
-    Raises UserError if the folder cannot be read, or the tokenizer has more ids than `vocab_size`, those of the model.
+    Raises UserError if the folder cannot be read, or the tokenizer has more ids than the model (`vocab_size`).
     """
     if not (published_files.small_files(folder) / published_files.TOKENIZER).exists():
         return None
@@ -448,7 +464,7 @@ def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
 def bound(
     model: Any, strategy: Strategy | None, slice_name: str | None, spec: Any, *, optimizer: Any = None, **stored: Any
 ) -> Program:
-    """Returns a model with its layout.
+    """Returns a model laid out on the devices of this process.
 
     Args:
       model: the model.

@@ -10,9 +10,9 @@ A curriculum of row lengths, or another data mixture at the end of a run, is one
 
 Every phase is an experiment of its own, and a run trains them one after another. At a boundary it saves a checkpoint,
 from which the next phase continues with parameters, optimizer state and step, like a resumed run. So an interruption
-at a boundary changes nothing. Each phase reads its data from the start, in an order of its own. Therefore some
-documents are read again before all were read once, even if only the batch size changes. Learning rates depend on the
-step (`core.optimizers.joined`).
+at a boundary changes nothing. Each phase reads its data from the start, in an order of its own. Therefore documents may
+be read again before all were read once, even if only the batch size changes. A phase has no learning rate of its own:
+schedules depend on the step of the run (`core.optimizers.joined`).
 """
 
 import dataclasses

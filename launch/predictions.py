@@ -1,7 +1,7 @@
 """Finds predictions of training steps, made from compiled programs; a run compares them with its measurements.
 
-`predictions.json` ships with the package. It has an entry for each golden record of `tests/golden/`, which
-`tests/run.sh lab golden --write` keeps up to date.
+`predictions.json` ships with the package; `tests/run.sh lab golden --write` makes it from the records in
+`tests/golden/`.
 """
 
 import json

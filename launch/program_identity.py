@@ -1,6 +1,6 @@
 """The identity of a training program: what an experiment's compiled step depends on.
 
-It leaves out paths to data, learning rates and lengths of runs, which do not change the program. Records of
+It leaves out settings that do not change the program, such as paths to data and lengths of runs. Records of
 compilations are found by `program_text`, and records of predictions by `fingerprint`.
 """
 
@@ -33,7 +33,7 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
 
 
 def fingerprint(experiment: Experiment, settings: Settings) -> str:
-    """Returns 16 hexadecimal digits, by which predictions are looked up, of what a training step's cost depends on.
+    """Returns a hash of what a training step's cost depends on, 16 hexadecimal digits, to look up predictions by.
 
     It covers the same as `program_text`, without the optimizer's learning rate and the digests of modules.
     """
@@ -118,8 +118,9 @@ def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
 def own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
     """Returns digests of the files of the user's own modules, by name.
 
-    These are the modules that the configuration names, the modules that define what it names, and the model's module;
-    Renga's own and installed modules are left out. Modules that these modules import are not covered.
+    These are the modules that the configuration imports and uses, the modules that define what it uses from them, and
+    the module of the model's class. Renga's own and installed modules are left out, and so are modules that are only
+    imported by these modules.
     """
     references = (leaf for b in settings.bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))
     names = {type(experiment.model).__module__}

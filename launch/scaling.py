@@ -1,7 +1,7 @@
-"""Scales an experiment to another slice so that each chip has the same work: `--scale-from`.
+"""Scales an experiment's batch size to another slice, so that each device keeps its number of rows: `--scale-from`.
 
-A rehearsal on a smaller slice then has the memory and the arithmetic of the larger one on each chip. Traffic between
-chips, and learning rates that were chosen for the larger batch, do not carry over.
+A trial on a smaller slice then has about the same arithmetic per device. Memory for sharded parameters, traffic between
+chips, and learning rates that were chosen for the larger batch do not carry over.
 """
 
 import fractions
@@ -14,15 +14,15 @@ from launch.config import loader
 
 
 def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str] = ()) -> list[str]:
-    """Returns bindings that give each chip of `slice_name` as many rows as a chip of `scale_from` has.
+    """Returns gin bindings that give each device of `slice_name` as many rows as a device of `scale_from` has.
 
-    The number of data streams is kept if it divides the new batch size; otherwise it becomes their greatest common
-    divisor.
+    The number of data streams is kept if it divides the new batch size; otherwise it becomes the greatest common
+    divisor of the two.
 
     Args:
       file: the experiment file.
-      slice_name: the slice of the run.
-      scale_from: the slice that the experiment's BATCH_SIZE is for.
+      slice_name: name of the slice of the run.
+      scale_from: name of the slice that the experiment's BATCH_SIZE is for.
       given: the other bindings of the command line.
 
     Raises:

@@ -1,7 +1,7 @@
 """A session: one start of a run, or of one of its phases, on this host.
 
-`Session.run` restores or initializes the state, compiles, runs the loop of `core.training.trainer`, and ends the run.
-What it starts from is a `Run`, which `launch.runs.prepared_run` has prepared and checked.
+`Session.run` restores or initializes the state, compiles, runs the loop of `core.training.trainer`, and waits until the
+last checkpoint is saved. It starts from a `Run`, which `launch.runs.prepared_run` has prepared and checked.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ class Start(NamedTuple):
       state: the state.
       position: the position in the data; None: the beginning.
       step: the checkpoint's step; None for a fresh start.
-      meta: the checkpoint's metadata that later checkpoints repeat: what the run was initialized from.
-      changes: settings in which the configuration differs from that of the checkpoint.
+      meta: the checkpoint's metadata that later checkpoints repeat: what the run was initialized from, if recorded.
+      changes: settings in which the configuration differs from that of the checkpoint; () for a fresh start.
     """
 
     state: TrainState
@@ -55,12 +55,13 @@ class Start(NamedTuple):
 
 
 def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
-    """Restores the newest intact checkpoint, or that of `step`; if there is none, initializes a new state.
+    """Restores the newest intact checkpoint, or that of `step`; initializes a new state if the run has no checkpoints.
 
     Raises:
-      EarlierPhaseError: the newest intact checkpoint belongs to an earlier phase.
-      UserError: the checkpoint does not fit the state, or was trained on other data or in another order.
-      RuntimeError: there are checkpoints, but none can be read and restored.
+      EarlierPhaseError: the checkpoint belongs to an earlier phase.
+      UserError: there is no checkpoint of `step`, it does not fit the state, or it was trained on other data or in
+        another order; or parameters of INIT_FROM, or frozen ones that the checkpoint leaves out, cannot be read.
+      RuntimeError: the checkpoint of `step`, or every checkpoint, is damaged or cannot be read.
     """
     if step is None:
         found = checkpoints.restore_newest(run.program.abstract_state)
@@ -89,16 +90,16 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
 
 
 def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
-    """Returns the training step, and the statistics step or None; waits until all hosts have compiled both.
+    """Compiles the training step and the statistics step (None without statistics); waits for all hosts; returns both.
 
-    A single host compiles the training step only when it is first called. The statistics step is always compiled here,
-    because a later compilation would look like a step that hangs.
+    A single host compiles the training step only when it is first called. The statistics step is compiled here, because
+    a later compilation would look like a step that hangs. If no step is left to train, nothing is compiled.
 
     The hosts wait here because simulated hosts wait at most 30 s for one another in a program's first collective. On a
-    busy machine, compile times differ by more. If no step is left to train, nothing is compiled.
+    busy machine, compile times differ by more.
 
     Raises:
-      TimeoutError: a host did not compile within the run's limit for compiling; names it.
+      TimeoutError: a host did not compile within `Run.meeting_seconds`; names it.
     """
     train_step, statistics = run.program.train_step, run.statistics_step
     if first_step >= run.last_step:
@@ -128,17 +129,20 @@ class Session:
         self._run, self._lock, self._also = run, lock, also
 
     def run(self) -> dict[str, float]:
-        """Trains to the last step of the run, from the newest checkpoint if there is one.
+        """Trains to `last_step` of the `Run`, from the newest checkpoint if there is one.
 
         Returns:
           The last validation means, such as `validation/loss`; empty if nothing is evaluated.
 
         Raises:
-          EarlierPhaseError: neither a checkpoint of this phase nor the last one of the previous phase can be restored.
-            The damaged ones were renamed, and the previous phase must be trained again.
-          UserError: the newest checkpoint does not fit, or there is no space for another one.
+          EarlierPhaseError: the newest checkpoint that can be restored is from before the end of the previous phase,
+            which must be trained again. Damaged checkpoints were renamed.
+          UserError: a checkpoint, the parameters of INIT_FROM or the data cannot be used, or there is no space for
+            another checkpoint.
           PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
           NonFiniteLossError: the loss or the gradient is NaN or infinite, and `non_finite` is "stop" or did not help.
+          RuntimeError: checkpoints cannot be restored or saved, or frozen parameters have changed.
+          TimeoutError: a host did not come to a meeting of all hosts.
         """
         run = self._run
         with activity.enter(activity.RESTORING):
@@ -174,7 +178,7 @@ class Session:
         return validation
 
     def _restored(self) -> Start:
-        """Opens the checkpoints and restores the newest one, whose metadata is checked before its arrays are read."""
+        """Opens the checkpoints, and restores the newest one or initializes the state."""
         run, settings = self._run, self._run.experiment.checkpointing
         distributed.decided_by_host_zero(lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program))
         self._checkpoints = Checkpoints(
@@ -196,7 +200,7 @@ class Session:
         return restore_or_init(self._run, self._checkpoints).state
 
     def _begin(self, start: Start) -> None:
-        """Prints the summary of the run and opens its metrics files."""
+        """Opens the metrics files, creates the parts that hooks share, and prints the summary of the run."""
         run, settings = self._run, self._run.experiment
         self._lines = progress.Progress(run.last_step, host=run.host, unit=settings.unit)
         self._lines.start(self._first_step)
@@ -245,7 +249,7 @@ class Session:
         self._writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
 
     def _hooks(self) -> list[Hook]:
-        """Returns the run's hooks. Those that may reject a step come before those that log and save it."""
+        """Returns the run's hooks. The one for non-finite losses comes before those that log and save the step."""
         run, settings, lines = self._run, self._run.experiment, self._lines
         preemption = hooks.StopWhenPreempted(distributed.preempted)
         saved = paths.resolve(run.checkpoint_dir)
@@ -305,7 +309,7 @@ class Session:
         return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
 
     def _own_metrics(self) -> "TaskMetrics | None":
-        """Returns the metrics that the task itself defines; None if there are none, or METRIC_EXAMPLES is 0."""
+        """Returns what computes the task's own metrics; None if it has none, or METRIC_EXAMPLES is 0."""
         task, most = self._run.experiment.task, self._run.experiment.evaluation.metric_examples
         own = task.own_metrics(most) if most and can(task, DefinesMetrics) else None
         if own is None:
@@ -317,7 +321,7 @@ class Session:
         return found
 
     def _evaluation(self) -> evaluation.Evaluate | None:
-        """Returns the hook that evaluates every `eval_interval` steps; None if `eval_batches` is 0."""
+        """Returns the hook that evaluates every `eval_interval` steps and at the end; None if `eval_batches` is 0."""
         run, task = self._run, self._run.experiment.task
         if not run.experiment.evaluation.eval_batches:
             return None

@@ -23,7 +23,7 @@ def count(least: int) -> _Check:
 
 
 def positive(*, may_be_none: bool = False) -> _Check:
-    """Returns a check that raises UserError unless a value is a finite number above 0 or, if it may be, None."""
+    """Returns a check that raises UserError unless a value is a finite number above 0 or, if `may_be_none`, None."""
 
     def check(name: str, value: Any) -> None:
         if value is not None or not may_be_none:
@@ -48,7 +48,7 @@ def choice(*choices: str) -> _Check:
 
 
 def is_sequence(value: Any, kind: type) -> bool:
-    """Returns whether a value is a sequence, other than a string, of objects of a type."""
+    """Returns whether a value is a sequence, but not a string, and all its elements are instances of `kind`."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, kind) for each in value)
 
 
@@ -71,7 +71,7 @@ _LAYERS = expecting("layers from 0, or None, by pattern, such as {'layers/*': (0
 
 
 def problems(part: Any, checks: Mapping[str, _Check]) -> list[str]:
-    """Returns the problems that `checks`, one for each field by name, find in an object's fields."""
+    """Returns the messages of the checks that fail; `checks` has the checks of an object's fields, by field name."""
     found = []
     for name, check in checks.items():
         try:
@@ -91,7 +91,7 @@ class _Group:
             raise UserError(f"{type(self).__name__}: {'; '.join(found)}")
 
     def _disagreements(self) -> Iterator[str]:
-        """Yields contradictions between fields that are right by themselves."""
+        """Yields what is wrong with fields that pass `_checks`, such as contradictions between them."""
         yield from ()
 
 
@@ -126,10 +126,10 @@ class Logging(_Group):
     """What a run writes about itself while it trains.
 
     Attributes:
-      log_interval: steps between lines of metrics.
+      log_interval: steps between lines of metrics; the first and the last step have a line, too.
       statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`), a multiple of
         `log_interval`; 0: no statistics.
-      profile_steps: steps at which a profile of every host starts.
+      profile_steps: steps at which a profile of three steps starts on every host.
       memory_profile_steps: steps after which every host writes a profile of its device memory.
       wandb_project: the Weights & Biases project to which host 0 also logs; "": none.
 
@@ -164,9 +164,9 @@ class Evaluation(_Group):
     """How a run evaluates itself.
 
     Attributes:
-      eval_interval: steps between evaluations.
+      eval_interval: steps between evaluations; the last step is evaluated, too.
       eval_batches: the maximum number of validation batches per evaluation; 0: no evaluation.
-      prompt: the text that the model continues at the end of the run.
+      prompt: the text that the model continues at the end of the run; "": none.
       metric_examples: the maximum number of examples of each seqio task for the task's own metrics. Every evaluation
         then computes them, and `keep_best` may name one; needs `eval_batches` above 0. 0: no such metrics.
 
@@ -196,7 +196,7 @@ class Checkpointing(_Group):
     """When a run saves checkpoints, and which of them it keeps.
 
     Attributes:
-      checkpoint_interval: steps between checkpoints.
+      checkpoint_interval: steps between checkpoints; the last step is saved, too.
       keep_checkpoints: number of latest checkpoints to keep.
       keep_best: also keep the best checkpoint by a metric: `validation/loss` for the lowest value,
         `max:validation/accuracy` for the highest. Needs `eval_batches` above 0 and `checkpoint_interval` a multiple of
@@ -240,16 +240,16 @@ class Health(_Group):
     """The limits after which a run ends because its hosts hang or disagree.
 
     Attributes:
-      step_limit_seconds: if a step takes longer, the run ends and prints the stacks of all threads; at most
-        `compile_limit_seconds`.
-      compile_limit_seconds: the same for steps that compile, and for reading and writing.
+      step_limit_seconds: if a step takes longer, the run ends and prints the stacks of the threads of the host that
+        delays it; at most `compile_limit_seconds`.
+      compile_limit_seconds: the same for other work, such as compiling, reading, evaluating and saving, unless that has
+        a longer limit of its own.
       heartbeat_timeout_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
         simulation.
       apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step;
         None: 600 s on a TPU, 120 s in a simulation.
-      watchdog: `end` ends the run when one of these four limits is exceeded; `report` only prints the host and its
-        stacks.
-      replica_check_interval: steps between comparisons of replicated arrays between all hosts; 0: no comparisons.
+      watchdog: `end` ends the run when one of these four limits is exceeded; `report` only reports it.
+      replica_check_interval: steps between comparisons of the copies of replicated arrays; 0: no comparisons.
 
     Raises:
       UserError: a field has a wrong value, or two fields contradict one another.
@@ -300,11 +300,11 @@ HOMES = {field.name: group for group, kind in GROUPS.items() for field in datacl
 
 
 def grouped(given: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
-    """Returns settings as fields of `Experiment`: settings of groups are combined into the groups.
+    """Returns settings as fields of `Experiment`: those of a group are combined into an object of the group's class.
 
     Args:
       given: settings by name.
-      base: an experiment with the values of the other settings in these groups; None: their defaults.
+      base: an experiment, from which a group takes the settings that are not given; None: they have their defaults.
 
     Raises:
       UserError: settings of a group have the wrong type or are out of range.

@@ -35,8 +35,8 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
 
     Args:
       piped_width: the width if it does not write to a terminal.
-      file: where it writes; None: standard output.
-      stderr: whether it writes to standard error instead.
+      file: where it writes; None: standard output, or standard error if `stderr`.
+      stderr: whether to write to standard error; not used with `file`.
       **options: options of `rich.console.Console`.
     """
     from rich.console import Console
@@ -77,7 +77,10 @@ def markdown(
 
 
 def width(piped_width: int, stream: IO[str] | None = None) -> int:
-    """Returns the width in columns of the terminal of `stream` (default: stdout); `piped_width` without a terminal."""
+    """Returns the width in columns of the terminal of `stream` (default: stdout); `piped_width` without a terminal.
+
+    It is at least 40. The variable COLUMNS overrides the width of the terminal.
+    """
     stream = stream or sys.stdout
     if not stream.isatty():
         return piped_width
@@ -92,8 +95,9 @@ def width(piped_width: int, stream: IO[str] | None = None) -> int:
 def wrapped(text: str, *, margin: int = 0) -> str:
     """Breaks an error's long lines between words; continuation lines are indented by two more columns.
 
-    Lines are at most ERROR_WIDTH wide, or as wide as the terminal of standard error if that is narrower; the variable
-    COLUMNS overrides both. `margin` is the number of columns by which the caller indents the result.
+    The width is that of the terminal of standard error, at most ERROR_WIDTH; without a terminal it is ERROR_WIDTH. The
+    variable COLUMNS overrides both. `margin` is the number of columns by which the caller indents the result; at least
+    40 columns remain.
     """
     told = environment.read("COLUMNS") or ""
     columns = int(told) if told.isdigit() and int(told) else min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr))
@@ -112,7 +116,7 @@ def say(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    r"""Replaces control characters other than line breaks and tabs by their escapes, such as `\x1b`."""
+    r"""Replaces control characters, except line breaks and tabs, and lone surrogates by escapes such as `\x1b`."""
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in _UNPRINTABLE else c.encode("unicode_escape").decode()
         for c in text
@@ -120,10 +124,10 @@ def printable(text: str) -> str:
 
 
 def progress(what: str) -> Callable[[str, int, int], None]:
-    """Returns a function that shows progress on standard error: one line on a terminal, or one every ten seconds.
+    """Returns a function that shows on standard error how far `what`, a description, has been read.
 
-    Its arguments are the name of a part, its number from 1, and the number of parts. Without a terminal, work that
-    takes less than ten seconds prints nothing, and longer work also prints its last part.
+    Its arguments are the name of a part, its number from 1, and the number of parts. On a terminal, it rewrites one
+    line. Without a terminal, it prints at most one line every ten seconds and, if it has printed any, the last part.
     """
     began = last = time.monotonic()
 

@@ -17,7 +17,7 @@ _SURELY_TOO_MUCH = 2.0  # estimated bytes / bytes of a chip; the compiler does n
 
 
 def estimate(program: Program) -> "tuple[Estimate | None, str]":
-    """Returns the estimated memory and time of a step, and ""; if they cannot be estimated, None and the reason."""
+    """Estimates memory and time of a step. Returns the estimate and ""; if that fails, None and the reason."""
     from parallel.planning import arithmetic  # slow to import, and only needed here
 
     try:
@@ -29,9 +29,8 @@ def estimate(program: Program) -> "tuple[Estimate | None, str]":
 def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> Finding:
     """Compares the memory that a program needs with that of a chip; returns the finding "memory".
 
-    The check fails if the state does not fit, or if the estimate with activations is above twice a chip's memory. It
-    does not fail for a smaller excess, because the compiler may need less than the estimate: the finding is then a
-    note.
+    The check fails if the state does not fit, or if the estimate with activations is above twice a chip's memory. For a
+    smaller excess it passes with a note, because the compiler may need less than the estimate.
 
     Args:
       program: bound to a slice.

@@ -1,9 +1,10 @@
 """`launch/run check`: checks whether a run can start, at one of four levels; prints findings and READY or NOT READY.
 
-    config  all that needs no device, in seconds: configuration, layout, data, memory, run directory, checkpoint
-    hosts   config; then on every host: versions, variables, chips, clocks, data, and all collectives of the mesh
-    smoke   a small run: the same slice, mesh, tables and code, smallest sizes, 20 steps with a save and a restore
-    slice   hosts; then the attention kernel, a smoke run of every strategy, and the speed of 30 steps
+    config  what needs no device: configuration, layout, data, memory, run directory, checkpoint
+    hosts   config; then on every host: versions, variables, chips, clocks, data, and collectives of the mesh
+    smoke   a small run: the same slice, mesh and strategy, smallest sizes, 20 steps with a save and a restore
+    slice   hosts; then the attention kernel, a smoke run of each strategy in gin/strategies, and the speed of 30 steps;
+            on simulated hosts, only two strategies and 2 steps
 
 `launch/pod.sh … --check LEVEL` does the same in the place where the run would start.
 """
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings. Returns 0, or 2 if a check failed.
+    """Makes the checks and prints their findings. Returns 0, or 2 if a check failed.
 
     On several hosts, only host 0 and hosts that cannot join the others print them.
 

@@ -38,14 +38,15 @@ def own_host(*, is_tpu: bool) -> list[Finding]:
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[Finding]:
-    """Checks environment variables for contradictory values, RENGA_ names that nothing reads, and a hidden TPU.
+    """Checks environment variables for contradictory values, names that look wrong, and a hidden TPU.
 
     Args:
       environ: the variables.
       is_tpu: whether this is a host with a TPU, which JAX_PLATFORMS must not hide.
 
     Returns:
-      A finding for each problem, and for each name that looks misspelled; one that passed if there are none.
+      A finding for each problem, such as a RENGA_ name that nothing reads, and a note for each other name that looks
+        misspelled; one finding that passed if there are none.
     """
     problems = []
     for look in (environment.process_layout, environment.mesh_bindings):
@@ -71,7 +72,10 @@ def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[
 
 
 def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
-    """Joins the other hosts within LIMITS; returns this host, or None if that failed, and the finding."""
+    """Joins the other hosts, and sets LIMITS for the checks of all hosts.
+
+    Returns this host, or None if that failed, and the finding.
+    """
     try:
         host = cluster.join(slice_, limits=LIMITS)
     except (UserError, TimeoutError, RuntimeError) as error:
@@ -129,10 +133,15 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
 
 
 def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
-    """Compares the recorded HBM use of this experiment's compiled step with the HBM of a chip.
+    """Compares the HBM that this experiment's step needs, as recorded in `launch.predictions`, with that of a chip.
 
-    The finding is a note if no use is recorded. `limit_bytes` is the HBM that the runtime reports; None: the runtime
-    does not report it, and the value of the table of slices is used.
+    Args:
+      config: the configuration of the experiment.
+      experiment: the experiment, or one of its phases.
+      limit_bytes: HBM per chip that the runtime reports; None: the value of the slice table is used.
+
+    Returns:
+      The finding; a note if there is no record of the step.
     """
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
@@ -151,10 +160,10 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
 
 
 def links(mesh: Mesh, host: Host) -> list[Finding]:
-    """Runs every collective on every axis of the mesh that has several devices. All hosts must call it.
+    """Runs the collectives of `parallel.collectives` on each mesh axis with several devices. All hosts must call it.
 
-    Returns a finding for each of these axes: whether the numbers are right, and the speed on the slowest host. A mesh
-    of one device has one finding, that there are none.
+    Returns a finding for each of these axes: whether the numbers are right, and the speed on the slowest host. For a
+    mesh of one device, the one finding says that there are none.
     """
     bytes_per_chip = _BYTES_PER_CHIP.get(mesh.devices.flat[0].platform, 2**20)
     trips = collectives.trips(mesh, bytes_per_chip=bytes_per_chip)

@@ -1,4 +1,4 @@
-"""Preflight, the level `config` of a check: all checks that need no device, in one pass of a few seconds.
+"""Preflight, the level `config` of a check: the checks that need no device of the slice.
 
 The layout is checked on the compiler's description of the slice, so rows, shapes and degrees are those of the real
 slice. Data that cannot be checked from here (in a bucket, on the hosts' own disks, or behind the network in a dry run)
@@ -65,7 +65,7 @@ def check(
     smoked: bool = False,
     hosts: Hosts = "here",
 ) -> Checked:
-    """Checks configuration, layout, data, run directory and memory; reports mistakes as findings and writes nothing.
+    """Checks configuration, layout, data, run directory and memory; reports mistakes as findings.
 
     Args:
       path: the gin file of the experiment.
@@ -74,7 +74,7 @@ def check(
       run_dir: the run directory.
       smoked: whether the run is a smoke run, whose model is small and whose data may be replaced.
       hosts: where the hosts will be: "here", on this machine or unknown; "simulated" on this machine; "shipped to", on
-        a TPU that gcloud reaches from here; or "dry run", the same without using the network.
+        a TPU to which the workspace is copied from here; or "dry run", the same without using the network.
     """
     findings: list[Finding] = []
     bound = None
@@ -167,7 +167,7 @@ def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[
 
 
 def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Program], str]:
-    """Returns (experiment, program) as they would run, shrunk if `smoked`, and a description of the layout.
+    """Returns ((experiment, program), description of the layout), shrunk to a smoke run if `smoked`.
 
     The program is bound to the compiler's description of the slice.
 
@@ -228,7 +228,7 @@ def _checkpoint(
 
 
 def _row_coupling(experiment: Experiment) -> list[Finding]:
-    """Checks that the loss of a batch is the sum over its microbatches, if steps divide batches into microbatches."""
+    """Calls `smoke.require_divisible_rows`; returns its finding, or [] if it compared nothing."""
     found: list[Finding] = []
     _attempt("microbatches", lambda: ((said := smoke.require_divisible_rows(experiment)), said), found)
     return [finding for finding in found if finding.detail]
@@ -319,9 +319,10 @@ def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimat
 
 
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "data") -> list[Finding]:
-    """Checks the task's files without reading documents, and returns the findings.
+    """Checks the data of an experiment, and returns the findings.
 
-    If the user's code makes the examples, one example of each source is made.
+    It looks at the task's files without reading documents. If the user's code makes the examples, one example of each
+    source is made.
 
     Args:
       experiment: the experiment.
@@ -366,14 +367,17 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
 
 
 def _is_unseen(file: str, hosts: Hosts, *, is_vocabulary: bool) -> bool:
-    """Returns whether a file cannot be checked from here: data in a bucket, or an absolute path on remote hosts."""
+    """Returns whether a file cannot be checked from here.
+
+    These are files in a bucket (a vocabulary only in a dry run), and absolute paths if the hosts are elsewhere.
+    """
     if paths.is_remote(file):
         return hosts == "dry run" or not is_vocabulary
     return hosts in _AWAY and file.startswith(("/", "~"))
 
 
 def _unused_ids(experiment: Experiment) -> list[Finding]:
-    """Returns a note if the model's vocabulary is much larger than that of the data; a little larger is customary."""
+    """Returns a note, in a list, if the model's vocabulary is much larger than that of the data; otherwise []."""
     vocabulary, model = experiment.task.vocabulary, experiment.model
     rows = model.vocab_size if can(model, HasVocabulary) else 0
     if vocabulary is None or rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:

@@ -116,9 +116,9 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def measured(run_dir: str) -> dict[str, float]:
-    """Returns the metrics of the newest timed step by name: step, time, speed, HBM, and predictions if it has any.
+    """Returns metrics of the newest timed step by name: its number, time, speed, HBM, and predictions.
 
-    {} if no step was timed.
+    Metrics that the step does not have are left out; {} if no step was timed.
     """
     timed = [row for row in metrics.read(run_dir).by_step.values() if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")

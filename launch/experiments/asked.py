@@ -23,7 +23,7 @@ class Answered(NamedTuple):
       question: the question.
       row: the arrays of the question's row in a batch, by name.
       chosen: [N] bool, whether each of the image's N patches was chosen.
-      ids: [T], the most likely next id at each of the row's T positions, given the ids before it in the row.
+      ids: [T], the most likely next id at each of the row's T positions, given the row's own ids up to there.
       is_right: whether the answer is right.
     """
 
@@ -70,7 +70,7 @@ class Asked(NamedTuple):
 def opened(args: argparse.Namespace, flag: str) -> Asked:
     """Loads the run that the arguments of an evaluation name.
 
-    `flag`, such as "--relevance", is the flag that asked for the evaluation; messages name it.
+    `flag` asked for the evaluation, such as "--relevance"; error messages name it.
 
     Raises:
       UserError: other flags exclude `flag`, the run cannot be loaded, it is not one of questions about images, or its

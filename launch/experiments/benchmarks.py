@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_benchmark(args: argparse.Namespace) -> int | None:
-    """Returns the number of examples to score; None: all. Raises UserError for flags of other evaluations."""
+    """Returns the number of examples to score; None: all. Raises UserError for --all-steps and --submission."""
     if args.all_steps or args.submission:
         raise UserError(
             "--all-steps and --submission are for the run's own held-out data, not for benchmarks: leave them out"
@@ -76,7 +76,7 @@ def load(args: argparse.Namespace, **options: Any) -> TextScores:
     """Loads the model that the arguments name, and prints on host 0 where it was found.
 
     `options` are further arguments of `loaded_model.load`; `check_model` is set here. Raises UserError if the model
-    cannot be loaded, needs more memory than this machine has, or has no vocabulary.
+    cannot be loaded or has no vocabulary, or if this machine simulates the chips and has too little memory for it.
     """
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
@@ -96,9 +96,14 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of a registered seqio task or mixture: for the name of each task, the values by metric.
+    """Returns the metrics of a registered seqio task or mixture: by name of each task, the values by metric.
 
-    All hosts call it; host 0 reads the data. `limit` is the most examples of each task; None: all.
+    All hosts call it; host 0 reads the data.
+
+    Args:
+      name: the registered name.
+      model: the model.
+      limit: largest number of examples of each task; None: all.
 
     Raises:
       UserError: on all hosts, if the model has no vocabulary or another one than the task, or a metric fails.

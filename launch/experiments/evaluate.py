@@ -1,7 +1,7 @@
 """`launch/run evaluate`: scores a run's checkpoints on held-out rows, from its directory alone.
 
 On a TPU slice, run it on every host: each runs this host's process of the evaluation. With --simulate it starts
-simulated hosts; elsewhere one process simulates the slice on the CPU.
+simulated hosts. If the run is of a TPU slice and this machine has no TPU, one process simulates the slice on the CPU.
 
 It scores all held-out data or a part: a subset of the puzzles, drawn with a seed, or the first rows of text. The scores
 are shown with a description of what was scored.
@@ -130,7 +130,7 @@ def _examples(text: str) -> int | str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the run, checks the arguments and evaluates. Returns 0, or the exit code of the simulated hosts.
+    """Checks the arguments and runs the evaluation that they ask for. Returns 0, or the exit code of simulated hosts.
 
     Raises UserError if the arguments exclude one another or do not fit the run, or the run, its checkpoint or its data
     are missing.
@@ -254,7 +254,8 @@ def score(
       The scores, and the steps of checkpoints that the run removed before they were read.
 
     Raises:
-      UserError: there is no such checkpoint, or the run removed all of them before they were read.
+      UserError: there is no such checkpoint, the run removed all of them before they were read, one does not fit the
+        model or is damaged, or there are no held-out rows.
     """
     experiment = run.experiment
     judge, about = _judge(experiment), {"evaluated_on": asked.describe(), "slice": experiment.slice}

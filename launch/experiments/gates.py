@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates all gates, prints the table, and writes table and chunks to the run directory. Returns 0.
+    """Evaluates the gates of --gates, prints the table, and writes table and chunks to RUN/evaluation. Returns 0.
 
     Raises UserError for unknown gates or controls, a budget outside 1 to 3, other evaluations' flags, a file of
     --against that cannot be read or has other chunks, a model without a gate, or missing data.
@@ -160,7 +160,7 @@ class _Report:
     def compare(self, where: str, theirs: Mapping[tuple[int, int, int], tuple[float, float]]) -> None:
         """Compares UPDATE's losses with those of another run.
 
-        `theirs` is what `_read_chunks` read from the file `where`.
+        `theirs` is the result of `_read_chunks` for the file `where`.
 
         Raises:
           UserError: the other run has other chunks.

@@ -69,7 +69,7 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
         outcome.
 
     Raises:
-      UserError: programs cannot be confined on this machine.
+      UserError: programs cannot be confined on this machine, or the model cannot generate.
     """
     sandbox.require_confinement()
     prompts = [problem.prompt for problem in problems for _ in range(samples)]

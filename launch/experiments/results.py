@@ -79,9 +79,10 @@ class _CutsPuzzles(Protocol):
 def rows(
     entries: Sequence[Entry], *, status: Mapping[str, Status], run_dirs: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns a row of results per entry, in order; the row of a duplicate shows the run of the other entry.
+    """Returns a row of results per entry, in order.
 
-    `status` and `run_dirs` are by entry id, as in `Suite`.
+    `status` and `run_dirs` are by entry id, as in `Suite`, where a duplicate has the run directory of the entry that is
+    run instead.
     """
     told = settings(entries)
     found = [_row(entry, told[entry.id], status[entry.id].text, run_dirs[entry.id]) for entry in entries]
@@ -96,7 +97,7 @@ def rows(
 
 
 def settings(entries: Sequence[Entry]) -> dict[str, list[str]]:
-    """Returns, by entry id, the settings that are not equal in its whole group (`BATCH_SIZE = 8`), without the seed."""
+    """Returns, by entry id, the settings that differ within the entry's group (`BATCH_SIZE = 8`), without the seed."""
     told = {}
     for group in dict.fromkeys(entry.group for entry in entries):
         members = [entry for entry in entries if entry.group == group]
@@ -150,7 +151,7 @@ def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[s
 
 
 def trained_parameters(run: Experiment) -> int:
-    """Counts trained parameters, without constants and without tables of which a step uses only a few rows."""
+    """Counts trained parameters, without those of kind "table", of which a step uses only a few rows."""
     model: Any = run.model  # `Field` is a frozen dataclass, so it is hashable
     return _trained_parameters(model, tuple(run.task.spec(run.task.num_streams).items()), tuple(run.frozen))
 
@@ -170,14 +171,14 @@ def depth(model: Model) -> int | None:
 
 
 def _eflop(run: Experiment, steps: int) -> float | None:
-    """Returns the training EFLOP (1e18) up to a step, without rematerialization and evaluation; None if unknown."""
+    """Returns the training EFLOPs (1e18) up to a step, without rematerialization and evaluation; None if unknown."""
     if can(run.model, _CountsRunFlops):
         return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None
 
 
 def evaluated_on(run: Experiment) -> str:
-    """Describes, from the configuration, the rows that the run evaluates on; the run's own record is more exact."""
+    """Describes, from the configuration alone, the rows on which the run evaluates."""
     most = run.evaluation.eval_batches * run.batch_size
     if can(run.task, _CutsPuzzles) and (count := run.task.eval_puzzles) is not None:
         return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"

@@ -32,7 +32,7 @@ _PAGE = """<!doctype html>
 
 
 def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
-    """Returns the page for the rows of `results.rows`, with a sentence below the heading."""
+    """Returns the HTML of the page. `table` has the rows of `results.rows`; `note` is a sentence below the title."""
     return _PAGE.format(
         title=html.escape(title),
         note=html.escape(note),
@@ -42,7 +42,10 @@ def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
 
 
 def charts(table: Sequence[ResultRow]) -> list[str]:
-    """Returns SVG charts for each kind of score: one against each quantity that varies, and one by training step."""
+    """Returns SVG charts for each kind of score: one against each quantity that varies, and one by training step.
+
+    Returns [] if no row has a score.
+    """
     return [chart for score in _SCORES for chart in _charts([row for row in table if row["score"] == score], score)]
 
 
@@ -72,9 +75,9 @@ def _charts(table: Sequence[ResultRow], score: str) -> list[str]:
 
 
 def varying(rows: Sequence[ResultRow], column: str) -> list[ResultRow]:
-    """Returns the rows of groups in which a column has several values; rows that show the same run appear once.
+    """Returns the rows of groups in which the numbers of a column differ by more than 1%, one row for each run.
 
-    Groups in which the column is constant are dropped: they would plot as a vertical line.
+    Other groups would plot as a vertical line. Rows without a number in the column are dropped.
     """
     once: dict[str, ResultRow] = {}
     for group in dict.fromkeys(row["group"] for row in rows):

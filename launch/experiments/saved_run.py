@@ -1,7 +1,7 @@
-"""Finds runs, their configurations and their checkpoints on disk.
+"""Finds runs and reads their configurations.
 
-The run directory is the only record: it suffices for evaluating a run, and a suite that is started again, on any
-machine, reads from run directories which experiments are done.
+The run directory, local or in a bucket, is the only record of a run. It suffices for evaluating the run, and a suite
+that is started again reads from run directories which experiments are done.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ _OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot bu
 
 
 class SavedRun(NamedTuple):
-    """A run on disk.
+    """A run that was read from its directory.
 
     Attributes:
-      run_dir: the run directory, resolved.
-      config: the configuration, with overrides.
+      run_dir: the run directory, as a resolved path.
+      config: the configuration of the run, after overrides.
       step: the step of the checkpoint that `config` was read from; None: it was read from the run directory.
     """
 
@@ -40,14 +40,14 @@ class SavedRun(NamedTuple):
 def read(
     run_dir: str, *, step: paths.Path | None = None, bindings: Sequence[str] = (), slice_name: str | None = None
 ) -> SavedRun:
-    """Reads the configuration of a run, local or gs://; `bindings` and `slice_name` override it.
+    """Reads the configuration of a run; `bindings` and `slice_name` override it.
 
     The configuration may name public constructors (`launch.config.trust`), and those of modules that `bindings` import.
 
     Args:
-      run_dir: the run directory.
-      step: the folder of a checkpoint, to read its own configuration, as the run's may have changed since; None: the
-        run's.
+      run_dir: the run directory, local or gs://.
+      step: the folder of a checkpoint whose own configuration is read, if it has one, because the run's may have
+        changed since; None: the configuration of the run directory is read.
       bindings, slice_name: as for `loader.load`.
 
     Raises:
@@ -76,7 +76,7 @@ def read(
 
 
 def refuse_published(text: str) -> None:
-    """Raises UserError if a text names a published model, which is not a run; nothing is downloaded."""
+    """Raises UserError if `text` names a published model instead of a run; nothing is downloaded."""
     is_of_hub = text.startswith(published_files.HUB)
     if is_of_hub or (paths.resolve(text) / published_files.CONFIG).exists():
         said = "" if is_of_hub else families.of_images(families.read_config(paths.resolve(text)))
@@ -87,7 +87,7 @@ def refuse_published(text: str) -> None:
 
 
 def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
-    """Reads the configuration that is saved in a checkpoint: that of `step`, or the newest.
+    """Reads the configuration that is saved in a checkpoint: that of `step` or, if it is None, the newest.
 
     For a run without checkpoints, the configuration of the run directory is read. `options` are `bindings` and
     `slice_name` of `read`.
@@ -109,7 +109,7 @@ def _text_of_step(step: paths.Path) -> str | None:
 
 
 def described(experiment: Experiment) -> str:
-    """Returns comments that describe an experiment not built from a configuration, to be saved in place of one."""
+    """Returns gin comments that describe an experiment of `renga.Trainer`; they are saved as its configuration."""
     groups = [experiment, *(getattr(experiment, name) for name in GROUPS)]
     lines = [f"# {name} = {identity.text(value)}" for part in groups for name, value in _unusual(part)]
     return "\n".join([_OF_PYTHON, *lines]) + "\n"
@@ -125,16 +125,16 @@ def _unusual(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def config(run_dir: str) -> str | None:
-    """Returns the canonical configuration text of the run in this directory; None if there is no run."""
+    """Returns the text of the run's file CONFIG; None if there is none."""
     file = paths.resolve(run_dir) / CONFIG
     return file.read_text() if file.exists() else None
 
 
 def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns, for each of `texts`, the run directories in `root` and its folders with that configuration.
+    """Returns, for each of the configurations `texts`, the directories of runs with the same configuration.
 
-    These are {experiment}-{slice}, {group}/{experiment}-{slice}, and {group}/{experiment} of a suite. Settings in
-    `ignoring` may differ.
+    It looks in the folders of `root`, such as quickstart-v4-16, and in their folders, such as exp01/exp01a. Settings
+    named in `ignoring` may differ.
     """
     found: dict[str, list[str]] = {text: [] for text in texts}
     folder = paths.resolve(root)

@@ -24,9 +24,9 @@ _PASSED_ON = (
 
 
 def evaluate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """Runs `launch/run evaluate` with the arguments on every simulated host; returns the exit code.
+    """Runs `launch/run evaluate` with the arguments on every simulated host; returns the exit code of `simulate.run`.
 
-    Logs go to the run's logs or, for a run in a bucket or a published model, to runs/NAME/logs.
+    Logs go to RUN/logs or, for a run in a bucket or a published model, to runs/NAME/logs in the working directory.
     """
     is_published = published_files.is_published(args.run_dir)
     # The path is resolved: simulated hosts have another home directory.

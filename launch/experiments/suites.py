@@ -120,15 +120,13 @@ def load(
 ) -> list[Entry]:
     """Loads every experiment with every seed, and marks duplicates.
 
-    Run directories are in `root`, by default RENGA_RUN_ROOT; those of checks at `level` have their own names.
-
     Args:
       paths: experiment files.
       bindings: gin bindings for all of them.
       slice_name: the slice; None: the one in each file.
       seeds: 0 stands for the seed of the file; others are bound to SEED.
-      root: the root of the run directories.
-      level: the level of the check to make instead of a run; None: a run.
+      root: the folder of the run directories; None: `environment.run_root()`.
+      level: the level of the check to make instead of a run, which may add a suffix to the run directory; None: a run.
       check_data: whether problems with the data, such as missing files, are mistakes; not used with `level`, as the
         check itself looks for the data.
 
@@ -162,7 +160,7 @@ def load(
 
 
 def seeds_run(files: Sequence[Path], root: str) -> list[int]:
-    """Returns the seeds with which an experiment of the files has a run directory in `root`, and 0, the file's own."""
+    """Returns the seeds for which any experiment of the files has a run directory in `root`, and 0, the file's own."""
     of_files = {(path.resolve().parent.name, path.stem) for path in files}
     found = {0}
     for group in {group for group, _ in of_files}:
@@ -235,7 +233,9 @@ class Suite:
         }
 
     def find_done(self) -> None:
-        """Marks experiments that are already done, in any run directory, as DONE; checks never are.
+        """Marks experiments as DONE that have a finished run in their own run directory or in `root`.
+
+        A suite of checks marks none.
 
         An experiment whose run directory contains another one is REFUSED. A duplicate gets the run directory of the
         experiment that is run instead.
@@ -267,9 +267,9 @@ class Suite:
             self.status[entry.id] = Status(State.REFUSED, said)
 
     def gather(self) -> None:
-        """Finds existing runs of the experiments, on any slice and with any data location, and their last steps.
+        """Finds existing runs of the experiments, with any SLICE and DATA, and sets `status` and `run_dirs`.
 
-        An entry with a run is replaced by the experiment recorded in the run directory.
+        An entry with a run gets the configuration recorded in the run directory.
 
         Raises UserError if the configuration of a run has mistakes or names what is not trusted.
         """
@@ -292,8 +292,8 @@ class Suite:
     def run(self, requested: Sequence[int] = ()) -> int:
         """Runs the experiments that are not done, printing a line for each change; continues after failures.
 
-        Signal handlers only append exit codes to `requested`, because an exception while a process is being started
-        would leave that process running.
+        `requested` gets an exit code when this process is asked to stop (`supervise.stop_requests`); then the current
+        run is stopped.
 
         Returns:
           0 if all are done, 1 if any failed, 143 or 130 if a run was preempted or interrupted (the rest is not
@@ -338,5 +338,5 @@ class Suite:
 
 
 def difference(existing: str, wanted: str) -> str:
-    """Describes the first setting that differs between two canonical texts."""
+    """Describes the first setting that differs between two configurations, given as canonical texts."""
     return next((str(found) for found in differences.between(existing, wanted)), "their imports differ")

@@ -49,9 +49,9 @@ class TextScores:
         return self.scorer.score(pairs)
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Returns the log-likelihood of each whole text, in nats.
+        """Returns the log-likelihood of each whole text in nats, as `encoded`, given the begin-of-text id before it.
 
-        A text longer than the model's positions is cut into windows, each with as much context before it as fits.
+        A text longer than the model's positions is cut into parts, each with as much context before it as fits.
         """
         prefix, length = self.model.vocabulary.bos_id, self.scorer.max_length
         parts = [windows(self.encoded(text), prefix=prefix, length=length) for text in texts]
@@ -74,12 +74,12 @@ class TextScores:
         Args:
           prompts: the prompts, as text.
           until: stop strings; empty ones are ignored.
-          max_tokens: largest number of new ids.
+          max_tokens: largest number of new ids per prompt.
           sampling: how ids are drawn; by default, the most likely one is taken.
           seed: seed of the draws.
 
         Raises:
-          UserError: `max_tokens` leaves no positions for a prompt.
+          UserError: `max_tokens` leaves no positions for a prompt, or the model cannot generate.
         """
         most = self.model.generator.max_positions
         if most is not None and max_tokens >= most:

@@ -51,8 +51,13 @@ _ADDRESSES = ("https://", "http://127.0.0.1:", "http://localhost:")
 def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int], None]]:
     """Context for the process that starts a run; yields a function of the run's exit code, which sends alerts.
 
-    It sends one if the code is a failure, which a user's error, an interruption and a preemption are not. If each host
-    is started on its own, only host 0 sends alerts. `host` is its index; None: all hosts, or unknown.
+    It sends one if RENGA_ALERT is set and the code is a failure, which a user's error, an interruption and a preemption
+    are not.
+
+    Args:
+      run_dir: the run directory, for the alert.
+      host: the index of the host if each host is started on its own: only host 0 sends alerts. None: this process
+        starts all hosts, or the index is unknown.
 
     Raises:
       UserError: RENGA_ALERT cannot be used.

@@ -1,7 +1,7 @@
 """Joins this process to the other hosts of the slice, and checks that they are the hosts and chips of that slice.
 
-Errors are raised on all hosts, before the first array is created. Once the hosts have joined, every run also warns if
-library versions are untested or clocks differ; `launch/run check` makes the same two checks.
+This creates no arrays. Once the hosts have joined, every run also warns if library versions are older than tested or
+clocks differ; `launch/run check` makes the same two checks.
 """
 
 import faulthandler
@@ -52,7 +52,7 @@ class Host:
 
 
 def limits(health: Health) -> Limits:
-    """Returns the time limits of a run's health checks; the default ones differ between TPUs and simulations."""
+    """Returns the time limits of a run's health checks; defaults are shorter if RENGA_SIMULATE is set."""
     return health.limits(USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU)
 
 
@@ -65,7 +65,8 @@ def join(
 ) -> Host:
     """Joins this process to the hosts of the slice, which monitor one another from then on.
 
-    In a simulation (RENGA_SIMULATE) the processes share the slice's chips; a single process has them all.
+    In a simulation (RENGA_SIMULATE is set) the slice's chips are divided among the processes, of which there may be
+    only one.
 
     Args:
       slice_: the slice of the hosts.
@@ -75,9 +76,9 @@ def join(
 
     Raises:
       UserError: environment variables contradict one another or the slice; the descriptions of the hosts differ; JAX
-        found other devices than those of the slice.
+        finds other devices than those of the slice; or other processes use the GPUs.
       TimeoutError: some hosts are missing; names them.
-      RuntimeError: a device was initialized before.
+      RuntimeError: a device was initialized before, or JAX cannot initialize the TPU.
     """
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")

@@ -94,7 +94,7 @@ class HostProcess(subprocess.Popen):
         self._copier.start()
 
     def finish(self) -> None:
-        """Waits, for at most 2 s, until all output of the ended process has been copied."""
+        """Waits until all output of the ended process has been copied, for at most 2 s."""
         self._copier.join(_JOIN_SECONDS)
 
     def _prefix(self) -> str:

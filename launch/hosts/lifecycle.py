@@ -49,7 +49,7 @@ RUNTIMES = {
 class Order(NamedTuple):
     """The options of a request for a TPU."""
 
-    slice_: slices.Slice | None  # the slice that one TPU is; not needed to delete it
+    slice_: slices.Slice | None  # the slice of the TPU, or the slices of the whole job; None: only to delete TPUs
     is_spot: bool  # cheaper, and may be preempted
     is_queued: bool  # a queued resource, which is created when capacity is available
 

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.2
 
 
 def show(run_dir: str) -> int:
-    """Prints the merged logs of all hosts from a run directory. Raises UserError if it has none."""
+    """Prints the merged logs of all hosts from a run directory; returns 0. Raises UserError if it has none."""
     folder = paths.resolve(run_dir) / "logs"
     files = sorted(folder.glob("host_*.log")) if folder.exists() else []
     if not files:

@@ -78,7 +78,7 @@ def prepare_gpus() -> None:
 
 
 def gpus_in_use(*, free: float) -> list[str]:
-    """Returns a line for each visible GPU of whose memory less than the share `free` is free, with its processes.
+    """Returns a line for each visible GPU with a share of free memory below `free`; it names the GPU's processes.
 
     It asks nvidia-smi, and returns [] if that is missing or fails; then JAX will report what is wrong.
     """
@@ -153,8 +153,8 @@ def of_this_process() -> slices.Slice:
     """Initializes JAX's devices in this process, and returns their slice.
 
     Raises:
-      UserError: JAX finds no devices or does not use the GPUs, Renga does not know the devices, or they belong to a
-        slice of several hosts.
+      UserError: JAX finds no devices or does not use the GPUs, other processes use the GPUs, Renga does not know the
+        devices, or they belong to a slice of several hosts.
     """
     place, asked = tpu_host.look(), _asked()
     if not jax_internals.backends_are_initialized():

@@ -2,7 +2,7 @@
 
 A simulated host runs the same command as a real one; environment variables tell it that its chips are CPU devices and
 where the other hosts are. If one process fails, the others have a moment to report what they observed, and are then
-stopped. The exit code is that of the host that failed first. No process outlives the launcher, however that ends.
+stopped. The exit code is that of the host that failed first. The hosts end with this process, also if it is killed.
 
     this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
                  ├─ host_1   … RUN/logs/host_1.log
@@ -59,7 +59,7 @@ def run(
     requested: list[int] | None = None,
     xla_flags: str = "",
 ) -> int:
-    """Runs `command` once for every host of `slice_`, until all have ended or one fails.
+    """Runs `command` once for every host of `slice_`, until all have ended, one fails, or a stop is requested.
 
     Args:
       slice_: the slice to simulate.
@@ -67,7 +67,8 @@ def run(
       log_directory: gets host_0.log, host_1.log, …, each appended to.
       grace_seconds: time from asking a process to stop to killing it, in which it can save a checkpoint.
       words_seconds: time from the first failure, in which other hosts can report it, to asking them to stop.
-      requested: the list of `supervise.stop_requests`, if the caller already listens for signals.
+      requested: the list of `supervise.stop_requests`, if the caller already listens for signals; None: this function
+        listens for them.
       xla_flags: XLA_FLAGS of the hosts, to which a flag for one thread per device is added if the slice has more
         devices than this machine has cores. XLA_FLAGS in the environment replace all of these.
 

@@ -37,8 +37,8 @@ class Place(NamedTuple):
 def look() -> Place:
     """Finds out whether this machine is a host of a TPU slice, and of which one.
 
-    It looks at environment variables and at the chips in DEVICES. If these suggest a TPU but not the type of its slice,
-    it asks the metadata server.
+    It looks at environment variables and for chips in DEVICES. If these suggest a TPU but not the type of its slice, it
+    asks the metadata server.
     """
     names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
     values = {name: environment.read(name) for name in names}
@@ -74,14 +74,12 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 
 
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
-    """Raises UserError if the slice is not the actual one; names both with their devices and hosts.
-
-    It also raises UserError if the slice table does not have the actual one. If the actual one is unknown, it passes:
-    its devices are counted later.
+    """Raises UserError if the slice is not the actual one, or the slice table does not have the actual one.
 
     Args:
       slice_: the slice that was asked for.
-      accelerator_type: the actual slice or, in a job of several slices, one of them; None: unknown.
+      accelerator_type: the type of the actual slice or, in a job of several slices, of one of them; None: unknown, so
+        nothing is checked here.
       where: the place that has this type, for the message.
     """
     if accelerator_type is None:
@@ -102,7 +100,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
 
 
 def require_here(slice_: slices.Slice) -> None:
-    """Raises UserError if this machine is not a host of this slice; lists what was examined, or names both slices."""
+    """Raises UserError if this machine is not a host of a TPU slice, or it is of another slice than this."""
     place = look()
     if not place.on_tpu_host:
         examined = "\n  ".join(place.looked_at)
@@ -114,9 +112,9 @@ def require_here(slice_: slices.Slice) -> None:
 
 
 def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
-    """Checks that no other process has opened a chip of this host, or libtpu's lock file.
+    """Checks that no process but this one and its parent has opened a chip of this host, or libtpu's lock file.
 
-    `is_chip` matches the paths of chips.
+    `is_chip` matches the paths of chips. Processes of other users that cannot be inspected do not fail the check.
     """
     holders, unseen = {}, 0
     for process in Path("/proc").glob("[0-9]*"):
@@ -139,13 +137,16 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
 
 
 def chips() -> list[str]:
-    """Returns the device files of TPU chips: /dev/accel0, … or /dev/vfio/0, … (which may be other hardware)."""
+    """Returns the device files of TPU chips in DEVICES: `accel0`, … or `vfio/0`, … (which may be other hardware)."""
     found = [p for p in DEVICES.glob("accel[0-9]*") if not p.is_dir()] + list(DEVICES.glob("vfio/[0-9]*"))
     return sorted(str(p.relative_to(DEVICES)) for p in found)
 
 
 def _metadata(path: str, *, patient: bool = False) -> tuple[str | None, str]:
-    """Asks the metadata server, again with longer timeouts if `patient`; returns the value or None, and a report."""
+    """Asks the metadata server; returns the value at `path`, or None, and a line that says what it answered.
+
+    If `patient`, it asks again after a timeout.
+    """
     if environment.read("TPU_SKIP_MDS_QUERY"):
         return None, "not asked (TPU_SKIP_MDS_QUERY is set)"
     request = urllib.request.Request(f"{METADATA_URL}/{path}", headers={"Metadata-Flavor": "Google"})

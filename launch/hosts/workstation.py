@@ -198,7 +198,7 @@ class Shipment(NamedTuple):
 
 
 def workspace_files(workspace: Path) -> list[str]:
-    """Returns the files to ship: all that git does not ignore. Raises UserError outside a git working tree."""
+    """Returns the files to ship: those that git tracks or does not ignore. Raises UserError outside a git work tree."""
     return _listed_by_git(workspace, "--cached", "--others")
 
 
@@ -252,7 +252,10 @@ def _pack(shipment: Shipment, *, workspace: Path, archive: Path) -> None:
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:
-    """Returns where `path` is on the hosts. Raises UserError if it does not exist or would not be shipped."""
+    """Returns where the file `path` is on the hosts: its path in the workspace, or `path` itself if it is remote.
+
+    Raises UserError if a local file does not exist or would not be shipped.
+    """
     if paths.is_remote(path):
         return path
     absolute = Path(path).resolve()

@@ -21,12 +21,19 @@ EXPORTS = "a model of images and text"
 
 
 def exporter(model: Any) -> Callable[[str, Experiment, paths.Path, bool], Exported] | None:
-    """Returns what makes the export of a model; None if it is not a `VisionLanguageModel`."""
+    """Returns a function that makes the export of a model; None if the model is not a `VisionLanguageModel`.
+
+    Its arguments are the run, its experiment, the folder of the checkpoint, and whether to merge adapters.
+    """
     return _exported if isinstance(model, VisionLanguageModel) else None
 
 
 def _exported(run: str, experiment: Experiment, step: paths.Path, is_merged: bool) -> Exported:
-    """Returns the export of a model; raises UserError if it did not begin with a published model of images and text."""
+    """Returns the export of a model.
+
+    Raises UserError if its run did not begin with a published model of images and text, or if adapters are not merged,
+    or there are none to merge.
+    """
     del step
     model: Any = experiment.model
     if model.lora is not None and not is_merged:
@@ -73,7 +80,10 @@ def _without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _processor_files(folder: paths.Path, task: Any) -> dict[str, str]:
-    """Returns the files of the image processor, which splits no image if the run has learned from whole ones."""
+    """Returns the texts of the image processor's files, by name.
+
+    If the run was trained on whole images, they say that images are not split into parts.
+    """
     found = {name: (folder / name).read_text() for name in published_files.PROCESSOR_FILES if (folder / name).exists()}
     prompts = task.prompts if isinstance(task, ImageQuestions) else None
     if prompts is None or prompts.input.processor.frame is None:

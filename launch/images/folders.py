@@ -1,4 +1,4 @@
-"""Loads published models of images and text: the decoder, which generates, and what makes vectors of images."""
+"""Loads published models of images and text in two parts: the decoder, and what makes vectors of images for it."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ _MULTIPLE = 32  # of positions, in batches that only give the parameters their s
 
 @dataclasses.dataclass(frozen=True)
 class FolderSight:
-    """Makes vectors of images with the tower and the connector of a published model.
+    """Makes vectors of images with the tower and the connector of a model.
 
     Attributes:
       program: the whole model and its layout.
@@ -50,7 +50,7 @@ class FolderSight:
         return model
 
     def expanded(self, text: str, images: Images) -> str:
-        """Returns a prompt with as many image tokens as its images have vectors.
+        """Returns a prompt in which each image token is repeated once for each vector of its image.
 
         Raises:
           UserError: the prompt has another number of image tokens than there are images, or an image cannot be read.
@@ -71,7 +71,7 @@ class FolderSight:
         return self.prompts.expanded(parts, self._prepared(images))
 
     def check(self, ids: Sequence[int], images: Images) -> None:
-        """Raises UserError if the ids have another number of image tokens than the images have vectors."""
+        """Raises UserError unless the ids have one image token for each vector of the images."""
         have = list(ids).count(self.prompts.input.token_id)
         need = sum(len(frames.pixels) for frames in self._prepared(images)) * self._model.image_tokens
         if have != need:
@@ -153,7 +153,9 @@ def load(
 
 
 def seeing(model: LoadedModel, task: Any) -> LoadedModel:
-    """Returns the decoder of a run and what makes vectors of images; of a run that does not read all patches, `model`.
+    """Returns the decoder of a run, with a `FolderSight` that makes vectors of images.
+
+    Returns `model` itself if its task is not one of questions about images, or it has a selector of patches.
 
     Args:
       model: the model of the run, with or without its parameters.
@@ -175,7 +177,7 @@ def seeing(model: LoadedModel, task: Any) -> LoadedModel:
 
 
 def _of(params: Any, *, of_decoder: bool) -> Any:
-    """Returns the part of a tree of parameters that is the decoder's or, if not `of_decoder`, the rest."""
+    """Returns the decoder's part of a tree of parameters if `of_decoder`, otherwise the rest."""
     found: dict[str, dict[str, Any]] = {}
     for module, leaves in params.items():
         for name, leaf in leaves.items():

@@ -1,6 +1,6 @@
 """Decides from metadata whether a configuration can continue from a checkpoint.
 
-Checks and the start of a run call the same functions, before the run writes anything.
+Both `launch/run check` and the start of a run call these functions.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def _reading(run_dir: str) -> Iterator[None]:
 
 
 def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
-    """Checks that a new run directory does not leave behind a run of earlier versions in `former_run_directory`.
+    """Refuses to start a new run beside one that an earlier version of Renga left in its own default directory.
 
     Args:
       run_dir: the run directory.
@@ -75,8 +75,8 @@ def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
       slice_name: name of the slice.
 
     Raises:
-      UserError: `run_dir` is the default directory and has no checkpoints, but the former default one has; or they
-        cannot be read.
+      UserError: `run_dir` is the default directory and has no checkpoints, but the former default directory
+        (`environment.former_run_directory`) has; or one of them cannot be read.
     """
     if paths.resolve(run_dir) != paths.resolve(environment.run_directory(experiment, slice_name)):
         return
@@ -96,18 +96,18 @@ def phase_after(spans: Sequence[Span], step: int) -> Span:
 
 
 def phase_of(spans: Sequence[Span], step: int) -> Span:
-    """Returns the phase that trained `step`; at a boundary, the phase that ended there."""
+    """Returns the phase that trained `step` (at a boundary, the one that ended there); the last one for later steps."""
     return next((span for span in spans if step <= span.last_step), spans[-1])
 
 
 def order(span: Span) -> dict[str, Any]:
-    """Returns `settings(span)` and the hash of the vocabulary, which must be prepared."""
+    """Returns `settings(span)`, and as `vocabulary` the hash of the prepared vocabulary, or None if there is none."""
     vocabulary = span.experiment.task.vocabulary
     return {**settings(span), "vocabulary": None if vocabulary is None else vocabulary.hash}
 
 
 def settings(span: Span) -> dict[str, Any]:
-    """Returns the settings of a phase on which positions in its data depend."""
+    """Returns the settings on which positions in a phase's data depend, by name, and the number of the phase."""
     experiment = span.experiment
     return {
         "SEED": experiment.seed,
@@ -134,11 +134,14 @@ def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_stat
 
 
 def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *, span: Span) -> list[str]:
-    """Returns the reasons why a phase cannot continue in its data. At a phase's first step, the data start anew.
+    """Returns the reasons why a phase cannot continue in its data from where a checkpoint was saved; [] if it can.
+
+    It is [] for a checkpoint of an earlier phase, because every phase begins with the start of its data.
 
     Args:
       step: the step of the checkpoint.
-      then: its metadata. Earlier revisions saved it without ORDER; then the position is checked when it is restored.
+      then: metadata of the checkpoint. If ORDER is missing, as in those of earlier revisions, fewer settings are
+        compared.
       now: metadata that the run would save.
       span: the phase.
     """
@@ -161,7 +164,7 @@ def _told(name: str, before: Any, after: Any) -> str:
 
 
 def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Program) -> None:
-    """Checks that the newest checkpoint, if any, fits by its metadata, and that one more fits on the disk.
+    """Checks that the newest checkpoint, if any, fits by its metadata, and that another one fits on the disk.
 
     Args:
       run_dir: the run directory.
@@ -212,12 +215,15 @@ FIX = (
 
 
 def changes(then: Mapping[str, Any], config: Settings | str) -> list[Difference]:
-    """Returns the settings in which a configuration differs from that in a checkpoint's metadata `then`; [] if none."""
+    """Returns the settings in which a configuration differs from the one in `then`, the metadata of a checkpoint.
+
+    It is [] if none differ, or the metadata have no configuration.
+    """
     return differences.between(then["config"], config) if "config" in then else []
 
 
 def described_changes(step: int, found: Sequence[Difference]) -> str:
-    """Formats changed settings for terminal and log, one line each."""
+    """Formats settings that differ from the checkpoint of `step`: a heading, and a line for each of at most 20."""
     what = units.counted(len(found), "setting differs", "settings differ")
     lines = units.shortened([str(one) for one in found], most=_MOST_LINES)
     return "\n  ".join([f"{what} from the checkpoint of step {step}:", *lines])
@@ -226,14 +232,15 @@ def described_changes(step: int, found: Sequence[Difference]) -> str:
 def has_ended(
     run_dir: str, config: Settings | str, spans: Sequence[Span], *, steps: int | None, is_elsewhere: bool = False
 ) -> bool:
-    """Returns whether nothing is left to train, and prints it on host 0. Collective.
+    """Returns whether nothing is left to train; if so, host 0 prints it. All hosts must call it.
 
     Args:
       run_dir: the run directory.
       config: the configuration.
       spans: the phases of the experiment.
-      steps: the value of --steps.
-      is_elsewhere: whether other machines will train. If so, and this one cannot read the checkpoints, returns False.
+      steps: the value of --steps; None: the run ends at the last step of the experiment.
+      is_elsewhere: whether other machines will train. Checkpoints that this machine cannot read are then no error, and
+        the result is False.
 
     Raises:
       UserError: nothing is left, but the run was trained with other settings (lists them); or the checkpoints cannot be

@@ -1,6 +1,6 @@
 """Prepares a run on this host: checks its layout, memory, run directory and data, and that all hosts agree.
 
-`prepare_run` raises errors before the first array is created. Training and evaluation use the `Run` that it returns.
+`prepare_run` does this before the run creates its state. Training and evaluation use the `Run` that it returns.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ class Run:
         return StatisticsStep(self.program.statistics_step, interval) if interval else None
 
     def open_batches(self, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
-        """Returns training batches on the devices, from a position in the data (None: from the beginning).
+        """Returns an iterator of training batches on the devices, from a position in the data (None: the beginning).
 
         Raises UserError if the task cannot open its data, or the position does not fit them.
         """
@@ -92,12 +92,12 @@ class Run:
 
 
 def cache_folder(run_dir: str) -> str:
-    """Returns the folder of a run's cache of compiled programs."""
+    """Returns the folder of a run's compiled programs: JAX_COMPILATION_CACHE_DIR, or `compiled` in `run_dir`."""
     return environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled"
 
 
 def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
-    """Returns a description of a run; hosts with different descriptions get an error when they join.
+    """Returns a text that describes a run; hosts whose texts differ get an error when they join.
 
     Args:
       config_text: the configuration.
@@ -133,6 +133,7 @@ def prepare_run(
     Raises:
       UserError: the hosts differ, the run directory is not shared, data is missing or would be read more often than
         `max_epochs`, or the layout, the host's memory or the parameters of INIT_FROM do not fit.
+      TimeoutError: another host did not prepare its data within DATA_SECONDS.
     """
     activity.at(activity.OPENING)
     span = experiment if isinstance(experiment, Span) else experiment.spans()[0]
@@ -179,7 +180,7 @@ def metadata(span: Span, *, config: Settings | str, revision: str) -> dict[str, 
 
 
 def _prepare_data(span: Span, run_dir: str, host: Host) -> None:
-    """Lets host 0 build or read the data, then the others read it; they wait for up to DATA_SECONDS."""
+    """Lets host 0 build or read the data, then the others read it; each waits for the others up to DATA_SECONDS."""
     if host.is_zero:
         span.experiment.task.prepare(run_dir, is_host_zero=True)
     else:

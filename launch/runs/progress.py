@@ -58,7 +58,7 @@ def show_summary(
 
     Args:
       run: the run.
-      resumed_from: the step of the checkpoint that it resumes from; None or 0: a fresh start.
+      resumed_from: the step of the checkpoint from which the run resumes; None or 0: a fresh start.
       measured: further rows of the panel, by name.
       left_out: the arrays that checkpoints leave out; None: none.
     """
@@ -104,7 +104,7 @@ def show_summary(
 
 
 def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, str]:
-    """Returns rows of the summary: slice, strategy, model, data, batch, and memory per chip."""
+    """Returns rows of the summary by name, such as `slice`, `model`, and `state`, its size per chip."""
     slice_ = slices.get(experiment.slice)
     sizes = report.totals(program)
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
@@ -251,21 +251,27 @@ class Progress:
         self._has_reported = False
 
     def start(self, step: int) -> None:
-        """Prints the step at which this host starts, and on host 0 a note if the run is already complete."""
+        """Prints the step at which this host starts or, on host 0, only a note if the run is already complete."""
         if not self._host.is_zero:
             print(f"{self._host.name}: from step {step} to {self._last_step}", flush=True)
         if step >= self._last_step:
             self.note(f"step {step} of {self._last_step} is already done: raise TOTAL_STEPS, or use another --run-dir")
 
     def compiled(self, totals: Totals) -> None:
-        """Prints how many programs were compiled for the first step, and how many were found in the cache."""
+        """Prints how many programs were compiled, how many were found in the cache, and how long both took."""
         self.note(
             f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
             f"from the cache, in {units.seconds(totals.seconds)}"
         )
 
     def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:
-        """Prints the metrics of an interval of steps, and the host that delayed the others, if any."""
+        """Prints the metrics of an interval of steps, and the host that delayed the others, if any.
+
+        Args:
+          step: the last step of the interval.
+          values: the metrics that `core.training.hooks.Log` writes.
+          slowest: that host, and its delay in seconds per step; None: there is none.
+        """
         if step == self._last_step or not self._has_reported:  # the first report includes the compilation
             eta = ""
         else:
@@ -286,7 +292,7 @@ class Progress:
         self.note(f"warning: {text}")
 
     def note(self, text: str) -> None:
-        """Prints a message on its own line."""
+        """Prints a message on its own line, on host 0 alone."""
         if self._host.is_zero:
             print(text, flush=True)
 

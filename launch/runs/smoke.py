@@ -1,7 +1,8 @@
-"""Makes a smoke run: a small run that uses everything that a real run uses.
+"""Makes a smoke run: a few steps of a small version of an experiment.
 
-Slice, mesh, strategy, tables, task and code path are the same; width, depth and batch shrink to the smallest sizes that
-the mesh divides. A smoke run shows that the configuration works, not that it trains well.
+Slice, mesh, strategy and optimizer are the same; the model, rows and the batch shrink to the smallest sizes that the
+mesh divides. A task may be replaced by a small one that needs no files. A smoke run shows that the configuration works,
+not that it trains well.
 """
 
 import dataclasses
@@ -89,17 +90,18 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
 
 
 def require_divisible_rows(experiment: Experiment) -> str:
-    """Compares the loss of a few rows with that of their halves, if steps divide batches.
+    """Checks that a model's loss of a few rows is the same if the rows are divided into two microbatches.
 
-    Models that declare `couples_rows` are not compared. The model is in its small form, with random parameters and
-    data. A model without `shrink` is compared only below 20 million parameters. The loss is computed on the CPU; a
-    process without it (JAX_PLATFORMS=tpu) compares nothing.
+    It compares nothing if no step divides its batch, by accumulation, a pipeline or `overlap_reduction`; if the model
+    declares `couples_rows`; if it has no `shrink` and more than 20 million parameters; or in a process without CPU
+    devices (JAX_PLATFORMS=tpu). The model is shrunk if it can be, and has random parameters and data. The loss is
+    computed on the CPU.
 
     Returns:
       A sentence that says what was compared, for a finding; "" if nothing was.
 
     Raises:
-      UserError: they differ, so the loss couples rows, but the model does not declare that.
+      UserError: the losses differ.
     """
     model = experiment.model
     divided = experiment.accum_steps > 1 or _microbatches(experiment) > 1 or experiment.strategy.overlap_reduction
@@ -144,7 +146,7 @@ def _says_what_it_couples(model: Model) -> bool:
 
 
 def _random_batch(task: Task, model: Model) -> dict[str, Any]:
-    """Returns a batch of `_ROWS` rows: drawn by the task if it can, random tokens for text, else random values."""
+    """Returns a batch of `_ROWS` rows: random tokens for text; else drawn by a `SampledTask`, or random values."""
     spec = task.spec(_ROWS)
     if spec.keys() == BATCH_DTYPES.keys() and can(model, HasVocabulary):
         length = spec["inputs"].shape[1]
@@ -161,8 +163,8 @@ def _random_batch(task: Task, model: Model) -> dict[str, Any]:
 def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
     """Returns an experiment's phases, shrunk to the sizes of a smoke run, each with STEPS steps.
 
-    All phases have the same small model. If their numbers or lengths of rows differ, those of the small phases do too,
-    in the same order.
+    All phases have the same small model. Different batch sizes stay different, in the same order; so do row lengths, if
+    the small task has a field `length`.
 
     Raises:
       UserError: the model or a task cannot shrink, or a mesh does not fit the slice.
@@ -187,24 +189,23 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
 
 
 def attempt(run_dir: str) -> str:
-    """Returns the path of a new folder in the smoke run's directory, the same on all hosts, which must all call this.
+    """Returns a new path in the smoke run's directory, so that no smoke run resumes another. Creates no folder.
 
-    Does not create the folder. A smoke run never resumes another.
+    All hosts must call it, and get the same path.
     """
     return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
 
 
 def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir: str) -> None:
-    """Rehearses the phases, one after another; each continues from the previous one.
+    """Calls `rehearse` for each phase in order; each continues from the checkpoint of the previous one.
 
     Args:
-      spans: the phases.
+      spans: the phases, from `shrink_phases`.
       prepare: `prepare(span, run_dir=…)` returns the run of a phase.
       run_dir: the smoke run's directory, in which a new folder becomes the run directory of all phases.
 
     Raises:
-      RuntimeError: after a restore, the losses differ.
-      UserError: as `rehearse`, or from `prepare`.
+      RuntimeError, UserError: as `rehearse`, or from `prepare`.
     """
     folder = attempt(run_dir)
     for span in spans:
@@ -228,8 +229,7 @@ def rehearse(run: Run) -> None:
 
     Raises:
       RuntimeError: the losses differ.
-      UserError: the step splits its batch (as microbatches do), but the model's loss couples rows and does
-        not declare it.
+      UserError: as `require_divisible_rows` and `Session.run`, which raise further errors, too.
     """
     require_divisible_rows(run.experiment)
     first, again, span = _Losses(), _Losses(), run.span
@@ -271,12 +271,13 @@ def _microbatches(experiment: Experiment) -> int:
 
 
 def _small_task(task: Task, model: Model, *, streams: int, length: int, partly: bool) -> Task:
-    """Returns the task with short rows and few streams, or its rehearsal; random tokens if no text is configured.
+    """Returns a small version of a task; the task itself if there is none and `partly`.
 
-    If there is none of these, returns the task itself if `partly`.
+    It is the task's `rehearsal()` if it has one; random tokens if the files of a task of text are not configured;
+    otherwise the task with short rows and few streams.
 
     Raises:
-      UserError: the task cannot be made small, and not `partly`.
+      UserError: the task has no small version, and not `partly`.
     """
     if can(task, SplitsRows):
         return task.with_rows(_small_task(task.whole, model, streams=streams, length=2 * length, partly=partly), length)

@@ -35,18 +35,18 @@ class Answers:
         self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
 
     def update(self, params: Params | None) -> None:
-        """Replaces the parameters by others of the same layout; None frees their memory."""
+        """Replaces the parameters by others of the same layout; None only frees their memory."""
         self._generator.update(params)
         self._scorer.update(params)
 
     def predict(self, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-        """Returns the greedy continuation of each prompt, at most `most` ids long.
+        """Returns the ids of the greedy continuation of each prompt, at most `most` of them.
 
-        A continuation may lack its last id if prompt and continuation fill the model's whole length, because the
-        begin-of-text id comes first.
+        If the longest prompt and `most` ids exceed the model's positions by one, as the begin-of-text id makes them,
+        continuations have one id less.
 
         Raises:
-          UserError: a prompt and its continuation exceed the model's positions by more than this id.
+          UserError: they exceed the model's positions by more, or a prompt is empty or has ids that the model lacks.
         """
         room, found = self._generator.max_positions, []
         if room is not None and max(map(len, prompts)) + most == room + 1 and most > 1:

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Joins the other hosts and trains; if the run fails, notes the cause for the process that started this one.
 
-    Returns 0 at the end of the run, or the exit code of a preemption, an interruption or a lost run directory.
+    Returns 0 at the end of the run, or the exit code of a preemption, an interruption or a lost run directory. Other
+    failures are raised as errors.
 
     Raises UserError for --check with --steps, a mistake in the configuration, hosts that differ, or a layout, data,
     memory, checkpoint or run directory that does not fit.
@@ -156,6 +157,8 @@ def run_phases(
 ) -> dict[str, float]:
     """Trains the remaining phases up to a step; returns the last validation means, such as `validation/loss`.
 
+    Returns {} if nothing is evaluated or no step is left.
+
     Args:
       spans: the phases, with their first and last steps.
       prepare: prepares the run of a phase.
@@ -166,6 +169,7 @@ def run_phases(
     Raises:
       UserError: a phase cannot be prepared, or cannot continue from the checkpoint.
       PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
+      NonFiniteLossError, RuntimeError, TimeoutError: as `Session.run`.
     """
     validation: dict[str, float] = {}
     while (span := _next(spans, run_dir)).first_step < last_step:

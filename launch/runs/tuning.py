@@ -1,11 +1,11 @@
 """Measures settings that change a step's speed, and its results only by rounding; writes the fastest as gin.
 
-Each host runs one process, and settings are tried one after another. Every candidate of a setting is compiled, and
-trains a few steps from the same state with the same batch. The fastest is kept while later settings are tried. The
-unchanged experiment is measured first and last, and the choice again at the end; it must be faster than both.
-Candidates are left out if they do not compile, do not fit on some host, or change the losses. If a single host fails
-while steps run, the command ends. Parameters are always initialized from the seed, because their values do not matter
-for speed. Files are written only to RUN/tune.
+Settings are tried one after another. Every candidate, a choice of their values, is compiled, and trains a few steps
+from the same state with the same batch. The fastest is kept while later settings are tried. The unchanged experiment is
+measured first. If a candidate is faster, both are measured again at the end, and its last time must be less than both
+times of the unchanged experiment. Candidates are left out if they do not compile, do not fit on some host, or change
+the losses. If a single host fails while steps run, the command ends. Parameters are always initialized from the seed,
+because their values do not matter for speed. The result is written to RUN/tune.
 """
 
 import dataclasses
@@ -50,9 +50,9 @@ class Candidate(NamedTuple):
     """A choice of values for settings.
 
     Attributes:
-      name: shown in the table.
-      tiles: fields of `models.decoder.attention.splash_tiles.Tiles`.
-      options: compiler options.
+      name: the name in the printed table.
+      tiles: fields of `models.decoder.attention.splash_tiles.Tiles` to set; empty: none.
+      options: compiler options to set; empty: none.
     """
 
     name: str = AS_IT_IS
@@ -92,7 +92,7 @@ Levers = Sequence[Sequence[Candidate]]
 
 
 def levers(generation: str, *, has_tiles: bool) -> Levers:
-    """Returns the candidates of each setting for a chip generation, without the values that Renga already uses.
+    """Returns the candidates of each setting for a chip generation.
 
     Args:
       generation: such as "v4"; the result is [] if it is not a generation of TPUs.
@@ -111,7 +111,10 @@ def levers(generation: str, *, has_tiles: bool) -> Levers:
 
 
 def refuse(*, generation: str, others: Sequence[str] = ()) -> None:
-    """Raises UserError if the chips have no settings to try, or if `others`, flags that exclude --tune, are given."""
+    """Raises UserError if there are no settings to try on chips of `generation`, or `others` is not empty.
+
+    `others` are the given flags that exclude --tune.
+    """
     if others:
         raise UserError(f"--tune and {' and '.join(others)} exclude each other: give one of them")
     if not levers(generation, has_tiles=True):
@@ -126,7 +129,7 @@ def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
 
     Raises:
       UserError: the experiment does not run unchanged.
-      PreemptedError: this process received SIGTERM.
+      PreemptedError: a host received SIGTERM.
     """
     write = changes.Changes(config, run.experiment.model)
     generation = slices.get(run.experiment.slice).generation
@@ -142,7 +145,11 @@ def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
 def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple[Candidate, float]:
     """Tries the settings one by one; returns the choice, and its time divided by that of the unchanged experiment.
 
-    `measure` returns a candidate's seconds per step, or None if it cannot be used.
+    A choice saves more than LEAST_GAIN of the time; if none does, returns the unchanged experiment and 1.
+
+    Args:
+      found: the candidates of each setting.
+      measure: returns a candidate's seconds per step, or None if it cannot be used.
 
     Raises:
       UserError: the unchanged experiment does not run.
@@ -216,7 +223,7 @@ class _Trials:
 
         Raises:
           UserError: the losses differ from those of the unchanged experiment.
-          PreemptedError: this process received SIGTERM.
+          PreemptedError: a host received SIGTERM.
         """
         state = jax.block_until_ready(self._run.program.init())
         seconds, losses = [], []

@@ -27,8 +27,8 @@ class Initial(NamedTuple):
 
     Attributes:
       source: where they are: a step of a run, a published model's folder, or memory.
-      notes: for the user: differences in model settings, what is not read (such as averaged weights), how layers are
-        mapped, and what was not checked; "" if there is nothing to say.
+      notes: text for the user, such as differences in model settings, how layers are mapped, and what was not checked;
+        "" if there is nothing to say.
       left_out: frozen parameters of a published model, which checkpoints leave out; None: there are none.
       layers: maps layers of the source to layers of the model (INIT_LAYERS).
     """
@@ -54,7 +54,8 @@ def find(
       experiment: the experiment.
       program: its program.
       given: parameters in memory, used instead of those that INIT_FROM names; None: there are none.
-      is_visible: returns whether the source of frozen parameters, which a step of a run leaves out, can be read here.
+      is_visible: given the folder of frozen parameters that a checkpoint leaves out, returns whether it can be read
+        here. If not, these parameters are not checked.
 
     Raises:
       UserError: there is no such run, step or folder, or the parameters do not fit the model.
@@ -87,21 +88,21 @@ def _named(experiment: Experiment) -> warm_start.ParameterSource:
 
 
 def source_again(experiment: Experiment, left_out: steps.LeftOut) -> warm_start.ParameterSource:
-    """Returns the source of the parameters that a checkpoint leaves out; INIT_FROM may name its new place.
+    """Opens the source of the parameters that a checkpoint leaves out, at `place_again`.
 
     Raises:
-      UserError: there is no such source.
+      UserError: it cannot be opened.
     """
     return _source_of(left_out, experiment.model, place_again(experiment, left_out), "the checkpoint")
 
 
 def find_again(experiment: Experiment, program: Program, described: steps.Description) -> warm_start.ParameterSource:
-    """Returns the source of the parameters that a checkpoint leaves out, after checking that it has them.
+    """Opens the source of the parameters that a checkpoint leaves out, and checks that it has them.
 
-    Reads headers, but no array.
+    Reads headers, but no array. `described.left_out` must not be None.
 
     Raises:
-      UserError: it is not there, or lacks some of them.
+      UserError: it cannot be opened, or lacks some of them.
     """
     assert described.left_out is not None
     source = source_again(experiment, described.left_out)
@@ -111,9 +112,10 @@ def find_again(experiment: Experiment, program: Program, described: steps.Descri
 
 
 def place_again(experiment: Experiment, left_out: steps.LeftOut) -> str:
-    """Returns where the parameters that a checkpoint leaves out are.
+    """Returns where the parameters that a checkpoint leaves out are: a folder or a run.
 
-    This is INIT_FROM if it was changed since to name a new place, otherwise the place where the run read them.
+    This is INIT_FROM if it is set and differs from the INIT_FROM of the checkpoint, otherwise the place where the run
+    read them.
     """
     is_named = experiment.initialization.init_from not in ("", left_out.init_from)
     return experiment.initialization.init_from if is_named else left_out.source
@@ -167,7 +169,10 @@ def _trust(experiment: Experiment) -> Trust:
 
 
 def _notes(saved: warm_start.SavedParameters, experiment: Experiment) -> tuple[str, ...]:
-    """Returns a line for each model setting in which a saved run differs, and one if its optimizer averages."""
+    """Returns lines about a saved run: settings in which its model differs, and averaged parameters.
+
+    If its model cannot be built, one line says so.
+    """
     where = saved.describe()
     if "config" not in saved.meta:
         return (f"{where} does not record its configuration, so the settings of its model were not compared",)
@@ -198,8 +203,8 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
     """Returns the state before the first step.
 
     Args:
-      experiment: names the parameters to read, and those that may be missing in the source.
-      program: initializes the state.
+      experiment: its `init_patterns` select the parameters to read; its model may name some that the source can lack.
+      program: initializes the other parameters and the optimizer.
       initial: the result of `find`; None: all parameters are initialized.
       is_host_zero: whether to show the progress of reading.
 
@@ -226,7 +231,7 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
 def _left_out(
     experiment: Experiment, read: Specs, found: warm_start.ParameterSource, layers: layer_map.LayerMap
 ) -> steps.LeftOut | None:
-    """Returns the frozen parameters that are read from a published folder, without mapped layers; None if none.
+    """Returns the frozen parameters that are read from a published folder, except layers that INIT_LAYERS maps.
 
     Frozen parameters from another run or from memory are saved in checkpoints, because their source may disappear.
     """

@@ -1,8 +1,8 @@
 """`launch/run agreement`: measures, on this machine's CPU, how strategies change the results of training.
 
 `parallel.verify.agreement` compares programs. This module provides their inputs: the models of `agreement_subjects`, or
-an experiment with batches of its own task. The devices belong to this process, or to several processes that simulate
-the slice. These read the batches from files, and host 0 writes its results to files (`record`).
+an experiment with batches of its own task. The devices belong to this process or, with --processes, to several
+processes that simulate the slice. These read the batches from files, and host 0 writes the results to files (`record`).
 """
 
 import argparse
@@ -52,7 +52,7 @@ def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment
 
 
 def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
-    """Returns the first training batches of the experiment's own task, in the shapes of its spec.
+    """Returns the first `steps` training batches of the experiment's own task, in the shapes of its spec.
 
     Raises:
       UserError: the data is missing, does not fit the model, or differs from the task's spec.
@@ -70,24 +70,27 @@ def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
 
 
 def rows_for(examples: Mapping[str, Example]) -> int:
-    """Returns a number of rows that is divisible by the chips of each example's slice."""
+    """Returns the least common multiple of ROWS and the numbers of devices of the examples' slices."""
     return math.lcm(ROWS, *(slices.get(example.slice).devices for example in examples.values()))
 
 
 def measure_played(
     subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, processes: int, command: Sequence[str]
 ) -> dict[str, Apart]:
-    """Compares every example with one device, in float32, with the example's chips divided among several processes.
+    """Compares every example with one device, in float32, with the example's devices divided among several processes.
 
     Args:
       subject: the model and its training options.
       examples: strategies with their slices, by name.
-      data: global batches.
+      data: global batches, one for each step.
       processes: the number of processes per slice.
       command: the command that each process runs, with `--into FOLDER --record NAME …` added, to call `record`.
 
+    Returns:
+      The differences from one device, by name of the example.
+
     Raises:
-      UserError: the processes could not be run.
+      UserError: a slice cannot be divided among so many processes, or these failed.
     """
     want = agreement.run(subject.alone(data[0], dtype="float32"), data)
     found: dict[str, Apart] = {}
@@ -112,13 +115,13 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
     """Trains on the batches in `into`, as one process of a simulated slice; host 0 writes the results there.
 
     Args:
-      subject: model, optimizer and seed.
-      examples: strategies to train under.
+      subject: the model and its training options.
+      examples: strategies to train under, by name; all have the same slice.
       steps: number of steps.
       into: the folder of the batches and the results.
 
     Raises:
-      UserError: the process cannot join the others, or is not one of the simulated slice.
+      UserError, TimeoutError: as `cluster.join`.
     """
     data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}

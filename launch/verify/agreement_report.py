@@ -31,11 +31,11 @@ def about(
     processes: Sequence[int],
     modules: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Returns a description of what is compared, and with which versions.
+    """Returns a description of what is compared, and with which versions, as JSON values by name.
 
     Args:
       subject: the model and its training options.
-      data: its batches.
+      data: its batches, at least one.
       source: where the batches come from.
       optimizer: the name of the optimizer.
       processes: the numbers of processes among which the devices are divided, in addition to one.
@@ -68,7 +68,7 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
     """Prints what was compared, a row per strategy, unsupported strategies, what differs, and a verdict.
 
     Args:
-      rows: the measurements of each strategy.
+      rows: the measurements, one row for each strategy.
       what: the result of `about`.
       processes: the numbers of processes that were compared, one column each.
       bfloat16: whether bfloat16 was compared.

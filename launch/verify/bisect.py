@@ -51,7 +51,7 @@ class Variant(NamedTuple):
       config: the experiment file.
       bindings: gin bindings.
       hosts: number of processes that simulate the slice.
-      checkpoint: the folder of the step whose state is the initial one; None: the state is initialized.
+      checkpoint: the folder of the checkpoint from which the variant starts; None: it starts from its seed.
     """
 
     config: str
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs both variants and prints where they diverge.
 
     Returns:
-      0 if they are equal, 1 if they differ; a code of at least 128 if a signal ended a variant.
+      0 if they are equal within the tolerances, 1 if they differ; a code of at least 128 if a signal ended a variant.
 
     Raises:
       UserError: a variant is malformed or could not be run.
