@@ -1,1 +1,1 @@
-"""The composition root: commands, hosts and gin."""
+"""Commands, hosts and gin configuration: what combines models, tasks, layouts and the training loop into runs."""

@@ -136,7 +136,7 @@ class Experiment:
         return self._chosen is not None
 
     def _wrong_parts(self) -> Iterator[str]:
-        """Yields a problem for each part of the wrong type; gin checks annotations, but a constructor may have none."""
+        """Yields a problem for each part of the wrong type, and those of `_lost_states`."""
         groups = {name: [kind] for name, kind in settings.GROUPS.items()}
         for name, kinds in {"strategy": [Strategy], "optimizer": [Optimizer, Transformation], **groups}.items():
             if not isinstance(part := getattr(self, name), tuple(kinds)):
@@ -152,7 +152,7 @@ class Experiment:
         yield from self._lost_states()
 
     def _lost_states(self) -> Iterator[str]:
-        """Yields a problem if the model keeps states but the task does not split rows into chunks, or the reverse."""
+        """Yields a problem if the model keeps states between chunks but the task has no chunks, or the reverse."""
         owner, is_split = wrappers.field_owner(self.model, "keeps_states"), can(self.task, SplitsRows)
         if owner is not None and owner.keeps_states and not is_split:
             yield (
@@ -255,8 +255,6 @@ class Experiment:
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Returns the task's problems or, if it has none, mismatches between task, model and settings of evaluations.
 
-        Each is a sentence, with a fix where one is known.
-
         Args:
           prepared: whether `task.prepare` has run; a vocabulary that the run itself trains can only be checked then.
         """
@@ -291,7 +289,7 @@ class Experiment:
         return problems
 
     def _require_metrics(self) -> None:
-        """Raises UserError if METRIC_EXAMPLES is set but the task has no metrics or the model generates no text."""
+        """Raises UserError if the task has no metrics of its own or the model generates no text."""
         most = self.evaluation.metric_examples
         if not (can(self.model, Generates) and can(self.task, DefinesMetrics) and self.task.own_metrics(most)):
             raise UserError(

@@ -140,8 +140,8 @@ class LoadedModel:
           images: files of images, which come before the text of the first message. A model of text ignores them.
 
         Raises:
-          UserError: there is no vocabulary or chat template, the template does not accept the conversation, or an image
-            cannot be read.
+          UserError: there is no vocabulary or chat template, the template does not accept the conversation, the numbers
+            of image tokens and images differ, or an image cannot be read.
         """
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")

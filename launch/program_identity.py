@@ -86,8 +86,9 @@ def optimizer_text(settings: Settings) -> str:
 def _optimizer(settings: Settings) -> list[Binding]:
     """Returns the bindings that make the optimizer, without the values of shared macros such as the learning rate.
 
-    These are all bindings of `core.optimizers`, and of every constructor and every macro of the user's own that the
-    optimizer refers to, except scoped schedules of `core.optimizers`, which do not change the program.
+    These are the binding of the optimizer itself, the bindings of `core.optimizers` without a gin scope, and those of
+    constructors and of the user's own macros to which the optimizer refers. Schedules of `core.optimizers` with a scope
+    are left out, because they do not change the program.
     """
     ours = {symbol for symbol, module in settings.imports.items() if module == optimizers.__name__}
     home = next((s for s, module in settings.imports.items() if module == Experiment.__module__), "")

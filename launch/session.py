@@ -90,7 +90,7 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
 
 
 def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
-    """Compiles the training step and the statistics step (None without statistics); waits for all hosts; returns both.
+    """Returns the training step, and the statistics step or None. Several hosts compile both here, and wait for all.
 
     A single host compiles the training step only when it is first called. The statistics step is compiled here, because
     a later compilation would look like a step that hangs. If no step is left to train, nothing is compiled.

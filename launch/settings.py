@@ -241,13 +241,13 @@ class Health(_Group):
 
     Attributes:
       step_limit_seconds: if a step takes longer, the run ends and prints the stacks of the threads of the host that
-        delays it; at most `compile_limit_seconds`.
+        delays it. The value must not exceed `compile_limit_seconds`.
       compile_limit_seconds: the same for other work, such as compiling, reading, evaluating and saving, unless that has
         a longer limit of its own.
-      heartbeat_timeout_seconds: the run ends if a host sends no message for this long; None: 120 s on a TPU, 20 s in a
-        simulation.
-      apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step;
-        None: 600 s on a TPU, 120 s in a simulation.
+      heartbeat_timeout_seconds: the run ends if a host sends no message for this long, or evaluates or ends for this
+        long while others wait for it in a step. None: 20 s in a simulation, otherwise 120 s.
+      apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step.
+        None: 120 s in a simulation, otherwise 600 s.
       watchdog: `end` ends the run when one of these four limits is exceeded; `report` only reports it.
       replica_check_interval: steps between comparisons of the copies of replicated arrays; 0: no comparisons.
 

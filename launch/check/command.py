@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Makes the checks and prints their findings. Returns 0, or 2 if a check failed.
 
-    On several hosts, only host 0 and hosts that cannot join the others print them.
+    At the levels `hosts` and `slice`, the hosts that have joined leave this to host 0.
 
     Raises UserError if flags exclude one another, the slice is unknown, or a level that needs its devices is started on
     another machine.

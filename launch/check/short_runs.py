@@ -77,7 +77,10 @@ def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
 
 
 def _check(args: argparse.Namespace, name: str, *words: str, run_dir: str) -> tuple[list[Finding], Finding]:
-    """Runs `launch/run check`; returns the findings that it wrote, as host 0 does, and one that sums them up."""
+    """Runs `launch/run check`; returns the findings that it wrote, and one that says whether it succeeded.
+
+    If the command leaves the findings to another host, the list is empty.
+    """
     options = [*flags.passed_on(args, "--gin", "--simulate"), *words, "--run-dir", run_dir]
     with tempfile.TemporaryDirectory(prefix="renga-check-") as folder:
         file = Path(folder) / "findings.json"

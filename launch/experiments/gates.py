@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluates the gates of --gates, prints the table, and writes table and chunks to RUN/evaluation. Returns 0.
 
-    Raises UserError for unknown gates or controls, a budget outside 1 to 3, other evaluations' flags, a file of
-    --against that cannot be read or has other chunks, a model without a gate, or missing data.
+    Raises UserError if the flags, the file of --against, the run or its data cannot be used: for example, for unknown
+    gates or controls, a budget outside 1 to 3, or a model without a gate.
     """
     names = [name for name in args.gates.split(",") if name]
     if not names:

@@ -51,8 +51,8 @@ def read(
       bindings, slice_name: as for `loader.load`.
 
     Raises:
-      UserError: there is no run, it is a published model or a run of `renga.Trainer`, which gin cannot build, or the
-        configuration or the bindings have mistakes.
+      UserError: there is no run, it is a published model or a run of `renga.Trainer`, which gin cannot build, the
+        checkpoint is damaged, or the configuration or the bindings have mistakes.
     """
     is_of_hub = run_dir.startswith(published_files.HUB)
     folder = paths.resolve("." if is_of_hub else run_dir)

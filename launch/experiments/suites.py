@@ -131,7 +131,7 @@ def load(
         check itself looks for the data.
 
     Raises:
-      UserError: lists every mistake in every file.
+      UserError: lists the mistakes in all files.
     """
     problems: dict[str, list[str]] = {}  # the names of the experiments with each mistake
     first: dict[str, str] = {}
@@ -219,7 +219,7 @@ class Suite:
 
     Attributes:
       entries: entries of the suite.
-      status: the status, by entry id; that of a duplicate only names the experiment that is run instead.
+      status: the status, by entry id; the text of a duplicate's names the experiment that is run instead.
       run_dirs: the run directories with the results, by entry id.
       logs: file with the output of the process, by entry id.
     """

@@ -82,9 +82,9 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int
 
 
 def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
-    """Context for a process of a run, on `host` (None: unknown).
+    """Context for a process of a run, on the host with index `host` (None: unknown).
 
-    If an exception or verdict ends the process, notes it for the process that sends alerts.
+    If RENGA_NOTES names a folder, notes there for the process that sends alerts which failure ended this one.
     """
     folder = environment.read("RENGA_NOTES")
     return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()

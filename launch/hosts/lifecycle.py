@@ -148,7 +148,7 @@ class Watch:
                 return self.requested[0]
 
         def ending(code: int) -> exit_codes.Ending:
-            """Returns what a code means: only lost slices are a reason to restart here; the hosts see to all others."""
+            """Returns what a code means here: only PREEMPTED leads to a restart; after others, hosts restart the run."""
             if code == exit_codes.PREEMPTED:
                 return exit_codes.Ending("the run was preempted, or its TPU is gone", True)
             return exit_codes.ending(code)._replace(restart=False)

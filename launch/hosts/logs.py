@@ -81,7 +81,7 @@ def follow(
 
 
 def _timed(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields each line with its time, or with the time of the line before it."""
+    """Yields (time, line); a line without a time has that of the line before it, or "" if there is none."""
     latest = ""
     for line in lines:
         latest = host_output.time_of(line) or latest

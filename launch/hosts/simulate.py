@@ -6,8 +6,9 @@ stopped. The exit code is that of the host that failed first. The hosts end with
 
     this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
                  ├─ host_1   … RUN/logs/host_1.log
-                 └─ guard    reads a pipe that only we hold; at its end, kills the sessions and removes the folders;
-                             if it is killed with us, the kernel ends the hosts, without what they started
+                 └─ guard    reads a pipe from this process; if the pipe ends, kills the sessions and removes the
+                             folders; if the guard is killed as well, the kernel ends the hosts, but not what they
+                             started
 """
 
 import contextlib

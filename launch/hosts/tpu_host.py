@@ -145,7 +145,7 @@ def chips() -> list[str]:
 def _metadata(path: str, *, patient: bool = False) -> tuple[str | None, str]:
     """Asks the metadata server; returns the value at `path`, or None, and a line that says what it answered.
 
-    If `patient`, it asks again after a timeout.
+    If `patient`, it asks again, with longer timeouts, if there is no answer.
     """
     if environment.read("TPU_SKIP_MDS_QUERY"):
         return None, "not asked (TPU_SKIP_MDS_QUERY is set)"

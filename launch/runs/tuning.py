@@ -196,7 +196,10 @@ class _Trials:
         return seconds
 
     def _attempt(self, work: Callable[[], _T]) -> tuple[_T | None, str]:
-        """Returns the result of `work` if it succeeded on all hosts; otherwise None, and the first host's problem."""
+        """Returns the result of `work`, or None if it failed on any host, and the problem ("" if there is none).
+
+        A preemption or a timeout is raised.
+        """
         found, problem = None, ""
         try:
             found = work()

@@ -46,9 +46,10 @@ def find(
     given: warm_start.GivenParameters | None = None,
     is_visible: Callable[[str], bool] = lambda place: True,
 ) -> Initial | None:
-    """Returns the parameters that INIT_FROM names, after checking that they fit; None if the run starts from its seed.
+    """Finds the source of the parameters that INIT_FROM names, and checks that they fit.
 
-    Reads metadata and headers, but no array. If INIT_FROM is a run without a step, host 0 chooses its newest one.
+    Returns None if the run starts from its seed. Reads metadata and headers, but no array. If INIT_FROM is a run
+    without a step, host 0 chooses its newest one.
 
     Args:
       experiment: the experiment.
@@ -232,6 +233,8 @@ def _left_out(
     experiment: Experiment, read: Specs, found: warm_start.ParameterSource, layers: layer_map.LayerMap
 ) -> steps.LeftOut | None:
     """Returns the frozen parameters that are read from a published folder, except layers that INIT_LAYERS maps.
+
+    Returns None if there are none.
 
     Frozen parameters from another run or from memory are saved in checkpoints, because their source may disappear.
     """
