@@ -62,7 +62,7 @@ class Experiment:
     """An experiment: model, data, strategy, optimizer and duration.
 
     Attributes:
-      slice: the TPU slice; the SLICE argument of a command overrides it.
+      slice: name of the slice (`core.slices`); the SLICE argument of a command overrides it.
       strategy: how arrays are sharded over the chips.
       model: a `core.types.Model`.
       task: the data, from `tasks`.

@@ -23,7 +23,8 @@ class Exported(NamedTuple):
       config: the configuration of the exported model.
       sources: by path of a parameter, the tensors that are written for it; parameters without an entry are not written.
       reads: given the function that reads parameters of the run, returns the function that reads those to write.
-      others: given the dtype of the export, yields name and values of further tensors; floating-point ones have it.
+      others: given the dtype of the export, yields name and values of further tensors; this is the dtype of those with
+        floating-point numbers.
       files: the text of further files, by name.
       note: a line about what is not written; "" if there is none.
     """

@@ -106,8 +106,8 @@ class Initialization(_Group):
       init_renames: maps names in the source to names in this model, such as `{"decoder/*": "layers/*"}`. Names in the
         source are parameter paths of a run, or tensor names of a published model.
       init_layers: maps shell wildcards over paths to a tuple with one entry for each layer of this model: the layer of
-        the source that it starts from, or None for the seed: `{"layers/*": (0, 0, 1, None)}`. A group of layers
-        counts as one.
+        the source that it starts from, or None for the seed: `{"layers/*": (0, 0, 1, None)}`. In a model that repeats
+        a group of layers, an entry stands for a group.
 
     Raises:
       UserError: a field has a wrong value, or two fields contradict one another.

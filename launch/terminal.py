@@ -79,7 +79,7 @@ def markdown(
 def width(piped_width: int, stream: IO[str] | None = None) -> int:
     """Returns the width in columns of the terminal of `stream` (default: stdout); `piped_width` without a terminal.
 
-    It is at least 40. The variable COLUMNS overrides the width of the terminal.
+    The width of a terminal counts as at least 40; the variable COLUMNS overrides it.
     """
     stream = stream or sys.stdout
     if not stream.isatty():

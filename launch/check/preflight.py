@@ -276,7 +276,7 @@ def _read_on_resume(
 
 
 def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
-    """Checks that the parameters of INIT_FROM fit the model."""
+    """Checks that the parameters of INIT_FROM fit the model, and that local ones would be copied to remote hosts."""
     text = experiment.initialization.init_from
     if not _is_visible(text, hosts):
         return Finding(_INITIAL, True, f"not checked: {text}", is_note=True)

@@ -286,7 +286,7 @@ def score(
 
 
 def _data_by_phase(run: Run, spans: Sequence[Span], steps: Sequence[int]) -> dict[int, str]:
-    """Returns the data fingerprint of each phase that trained one of the steps, by phase number; {} for one phase."""
+    """Returns fingerprints of the data of the phases that trained the steps, by phase number; {} without phases."""
     found = {}
     phases = {span.number: span for span in (continuation.phase_of(spans, step) for step in steps if len(spans) > 1)}
     for span in phases.values():

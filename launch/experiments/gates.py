@@ -139,7 +139,10 @@ class _Report:
         return row
 
     def add_control(self, name: str) -> None:
-        """Evaluates UPDATE under a control, and keeps its losses and its difference from UPDATE without it."""
+        """Evaluates UPDATE under a control, and keeps its losses and a difference.
+
+        This is the difference from UPDATE without the control or, for shuffled tokens, from SKIP on them.
+        """
         model, batches = self._model, self._batches
         if name == SHUFFLED:
             draw = np.random.default_rng(0)
@@ -212,7 +215,7 @@ class _Report:
         return 1e-9 * model.chunk * (model.base_flops() + runs * model.layer_flops() + head)
 
     def show(self) -> None:
-        """Prints the table."""
+        """Prints the table of gates, the differences of controls, and the correlations of signals."""
         chunks = self.chunks
         count = units.counted(len(np.unique(chunks.document)), "document")
         print(f"\n{units.counted(len(chunks.tokens), 'chunk')} of {count}, {int(chunks.tokens.sum()):,} tokens")
@@ -281,7 +284,7 @@ def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any
 def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
     """Shuffles the target tokens within every chunk; only those with a weight above 0 move.
 
-    Each input becomes the shuffled target before it, except the first input of each chunk, which is unchanged.
+    At these places, each input becomes the shuffled target of the place before; the first one of a chunk is unchanged.
     """
     targets, inputs = batch["targets"].copy(), batch["inputs"].copy()
     for row, weights in enumerate(batch["weights"]):

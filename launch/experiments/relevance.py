@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table. Returns 0.
+    """Prints the table, and how choices for the same image overlap. Returns 0.
 
     Raises UserError if other flags exclude --relevance, the run cannot be loaded or is not one of questions about
-    images, its data are missing, or a question does not say where it points.
+    images, its data are missing, its images are cropped, or a question has no cells.
     """
     if args.num_examples:
         raise UserError("--relevance takes all questions: leave --num-examples out")

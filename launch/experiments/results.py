@@ -271,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_places(entries: Sequence[Entry], root: str) -> None:
-    """Raises UserError for mistakes that would make every run on real hosts fail."""
+    """Raises UserError for several slices, or if the hosts of a slice would not share the run directories."""
     names: dict[str, str] = {}
     for entry in entries:
         names.setdefault(entry.experiment.slice, entry.id)

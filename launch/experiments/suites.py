@@ -332,7 +332,7 @@ class Suite:
         return self.status.get(entry.same_as or entry.id, self.status[entry.id]).state != State.DONE
 
     def last_lines(self, entry: Entry) -> list[str]:
-        """Returns the last lines of the output of the entry's process."""
+        """Returns the last lines, at most 5, of the output of the entry's process; [] if there is no log."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
 

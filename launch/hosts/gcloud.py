@@ -57,7 +57,7 @@ def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple
     `names` is one name, or `A,B` with one for each slice of the job; the first TPU runs the coordinator.
 
     Raises:
-      UserError: a name has no zone, is malformed, or is given twice.
+      UserError: there is no zone, or a name is malformed or given twice.
     """
     names = names or environment.read("TPU_NAME")
     if not names:

@@ -126,7 +126,7 @@ class Watch:
     poll_seconds: float = POLL_SECONDS
 
     def run(self, *, restarts: int, newest_step: Callable[[], int | None]) -> int:
-        """Watches until the run ends, and restarts it after a slice was lost.
+        """Watches until the run ends, and restarts it after it was preempted or a slice was lost.
 
         Args:
           restarts: how many restarts without a new checkpoint to allow.
@@ -148,7 +148,7 @@ class Watch:
                 return self.requested[0]
 
         def ending(code: int) -> exit_codes.Ending:
-            """Returns what a code means here: only PREEMPTED leads to a restart; after others, hosts restart the run."""
+            """Returns what a code means here: only PREEMPTED leads to a restart; after others, the hosts restart."""
             if code == exit_codes.PREEMPTED:
                 return exit_codes.Ending("the run was preempted, or its TPU is gone", True)
             return exit_codes.ending(code)._replace(restart=False)

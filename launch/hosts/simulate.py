@@ -158,7 +158,7 @@ def _wait(hosts: Sequence[HostProcess], requested: Sequence[int], *, words_secon
 def _stop(hosts: Sequence[HostProcess], *, grace_seconds: float, requested: Sequence[int]) -> None:
     """Ends every host's session of processes: SIGTERM (or SIGINT after Ctrl-C), a grace period, then SIGKILL.
 
-    A second Ctrl-C skips the grace period.
+    A second Ctrl-C skips the grace period. A host that SIGSTOP has stopped is killed at once.
     """
     request = signal.SIGINT if requested and requested[0] == exit_codes.INTERRUPTED else signal.SIGTERM
     for host in hosts:

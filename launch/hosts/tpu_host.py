@@ -100,7 +100,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
 
 
 def require_here(slice_: slices.Slice) -> None:
-    """Raises UserError if this machine is not a host of a TPU slice, or it is of another slice than this."""
+    """Raises UserError if this machine is not a host of a TPU slice, or is a host of another one than `slice_`."""
     place = look()
     if not place.on_tpu_host:
         examined = "\n  ".join(place.looked_at)

@@ -67,7 +67,7 @@ def _reading(run_dir: str) -> Iterator[None]:
 
 
 def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
-    """Refuses to start a new run beside one that an earlier version of Renga left in its own default directory.
+    """Checks that a run does not start anew because earlier versions of Renga had another default run directory.
 
     Args:
       run_dir: the run directory.

@@ -140,7 +140,7 @@ def _cpu() -> jax.Device | None:
 
 
 def _says_what_it_couples(model: Model) -> bool:
-    """Returns whether the class that defines the loss, or a subclass or wrapper of it, defines `couples_rows`."""
+    """Returns whether the class that defines the loss, or one that inherits from it or wraps it, has `couples_rows`."""
     losses = [name for name in ("loss", "sums") if hasattr(model, name)]
     return can(model, CouplesRows) and not any(wrappers.is_outside(model, name, "couples_rows") for name in losses)
 
@@ -229,7 +229,7 @@ def rehearse(run: Run) -> None:
 
     Raises:
       RuntimeError: the losses differ.
-      UserError: as `require_divisible_rows` and `Session.run`, which raise further errors, too.
+      UserError: as `require_divisible_rows` or `Session.run`; further errors are those of `Session.run`.
     """
     require_divisible_rows(run.experiment)
     first, again, span = _Losses(), _Losses(), run.span
