@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
     """Yields at most QUESTIONS questions about each of the first IMAGES images.
 
-    It prefers questions about other cells of the image, then those of other kinds, than the questions already taken.
+    It prefers questions about other cells than those already taken, and among these, questions of other kinds.
     """
     by_image: dict[str, list[Question]] = {}
     for question in questions:
