@@ -102,7 +102,8 @@ def test_an_export_has_every_tensor_of_its_folder(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("llava", ("FREEZE = ()",)), ("llava", ADAPTERS), ("smolvlm", ("FREEZE = ()",))]
+    ("name", "more"),
+    [("llava", ADAPTERS), *(pytest.param(n, ("FREEZE = ()",), marks=pytest.mark.slow) for n in ("llava", "smolvlm"))],
 )
 def test_an_export_of_changed_parameters_continues_as_its_run(name, more, tmp_path):
     run, folder = started(name, tmp_path, *more, changed=True)

@@ -326,7 +326,8 @@ def test_a_right_answer_counts_by_row():
     logits = jax.nn.one_hot(jnp.array([[1, 2, 3], [1, 2, 0], [0, 0, 0]]), 4) * 9
     labels = jnp.array([[1, 2, IGNORED], [1, 2, 3], [IGNORED] * 3])
     outputs = halting.Outputs(logits, jnp.array([2.0, 2.0, -2.0]), jnp.zeros(3))
-    found = halting.score(outputs, labels, vocab_size=4, log_probabilities=losses.log_stablemax)
+    score = functools.partial(halting.score, vocab_size=4, log_probabilities=losses.log_stablemax)
+    found = jax.jit(score)(outputs, labels)
     assert found.right.tolist() == [True, False, True]
     assert found.labeled.tolist() == [True, True, False]
     np.testing.assert_allclose(found.accuracy, [1, 2 / 3, 0], rtol=1e-6)

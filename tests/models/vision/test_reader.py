@@ -52,7 +52,14 @@ def test_relevance_depends_on_the_words_and_their_order_and_on_other_patches_but
     assert differs(moved, words)[:10].any()  # blocks without the patch
 
 
-@pytest.mark.parametrize(("reads", "points"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("reads", "points"),
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(*mixed, marks=pytest.mark.slow) for mixed in ((True, False), (False, True))),
+    ],
+)
 def test_the_control_without_the_question_chooses_the_same_for_every_question(reads, points):
     reader = dataclasses.replace(READER, points=points)
     selector = Selector(num_chosen=4, method="gumbel", reader=reader, reads_question=reads, balancer_width=8)
