@@ -119,7 +119,7 @@ def check_spec(spec: BatchSpec) -> None:
 
 
 def batch_shapes(spec: BatchSpec, *, rows: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a batch, for abstract evaluation; with `rows` rows if that is given."""
+    """Returns the shapes and dtypes of a batch, for abstract evaluation, with `rows` rows; None: those of `spec`."""
     return {
         name: jax.ShapeDtypeStruct((rows or field.shape[0], *field.shape[1:]), field.dtype)
         for name, field in spec.items()

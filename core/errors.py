@@ -20,7 +20,10 @@ class UserError(ValueError):
 
 
 class UnreachableError(UserError):
-    """A service cannot be reached when it is first used; a restart can help, so it has an exit code of its own."""
+    """A service cannot be reached when it is first used.
+
+    Starting again can help, so commands end with another exit code than for other `UserError`s.
+    """
 
 
 class Problem(str):
@@ -100,7 +103,7 @@ def _place(error: Exception) -> str:
 
 
 def check_integer(value: Any, *, where: str, least: int) -> None:
-    """Raises UserError, which calls the value `where`, unless `value` is an integer (no bool) of at least `least`."""
+    """Raises UserError unless `value` is an integer (no bool) of at least `least`; the message calls it `where`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{where} = {value!r}: expected an integer of at least {least}")
 
@@ -125,6 +128,6 @@ def check_number(
 
 
 def check_text(value: Any, *, where: str) -> None:
-    """Raises UserError, which calls the value `where`, unless `value` is a non-empty string."""
+    """Raises UserError unless `value` is a non-empty string; the message calls it `where`."""
     if not isinstance(value, str) or not value:
         raise UserError(f"{where} is {value!r}, expected a non-empty string")

@@ -33,7 +33,10 @@ def install(extra: str) -> str:
 
 
 def flags() -> list[str]:
-    """Returns the arguments of `launch/setup.sh` that install this environment's extras elsewhere, except `dev`."""
+    """Returns the arguments of `launch/setup.sh` that install the extras of this environment elsewhere, except `dev`.
+
+    Returns [] for an environment that `launch/setup.sh` did not make.
+    """
     kept = Path(sys.prefix, "renga.extras")
     chosen = kept.read_text().split() if kept.exists() else []
     return [word for extra in chosen if extra != "dev" for word in ("--extra", extra)]

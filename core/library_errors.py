@@ -1,4 +1,4 @@
-"""Finds out from messages what errors of libraries mean; no other module of the runtime looks into messages.
+"""Finds out from their messages what errors of libraries mean.
 
 XLA, TensorStore and Gloo report a status in the text of an exception of a common type, such as
 `RESOURCE_EXHAUSTED: Out of memory while trying to allocate …`, and offer it in no other form.
@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_reader(error: BaseException) -> bool:
-    """Returns whether an error shows only that the reader or its service is in trouble, not that a file is damaged."""
+    """Returns whether an error says that reading failed for a reason other than damage, such as permissions."""
     return not _statuses(error).isdisjoint(_READERS)
 
 
@@ -75,8 +75,8 @@ class Shortage(NamedTuple):
 def shortage(error: BaseException) -> Shortage | None:
     """Returns what an error reports as exhausted, a disk or the number of open files; None if it reports neither.
 
-    A disk is full if it has no free blocks or inodes, or a quota or the limit on file sizes is exceeded. Exceptions
-    other than OSError are recognized by their text.
+    A disk counts as exhausted if it has no free blocks or inodes, or a quota or the limit on file sizes is exceeded. An
+    error whose `errno` is none of these is recognized by its text.
     """
     number = error.errno if isinstance(error, OSError) else None
     for said, (known, mending) in _SHORTAGES.items():
@@ -86,6 +86,10 @@ def shortage(error: BaseException) -> Shortage | None:
 
 
 def absent_tasks(error: BaseException) -> list[int]:
-    """Returns the processes that did not come to a barrier of JAX's coordination service; empty if it names none."""
+    """Returns the indices of processes that did not come to a barrier of JAX's coordination service; [] if unnamed.
+
+    Args:
+      error: the error of the barrier.
+    """
     listed = re.search(r"timed out task names:\s*((?:\S*\d+\s+)+)", f"{error}\n")
     return sorted(map(int, re.findall(r"(\d+)\s", listed[1]))) if listed else []

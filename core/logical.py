@@ -262,7 +262,7 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains the sharding of `x` by the strategy's activation table; returns `x` unchanged without a strategy.
+    """Constrains the sharding of `x` by the strategy's activation table; returns `x` unchanged if there is none.
 
     Works under jit, under `vmap(..., spmd_axis_name)` and inside a partly manual `shard_map`: only mesh axes that are
     still automatic are used.
@@ -307,7 +307,7 @@ def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes:
 
 
 def nearest_multiples(size: int, unit: int) -> list[int]:
-    """Returns the largest multiple of `unit` up to `size` (at least `unit`) and the next one above `size`."""
+    """Returns the largest multiple of `unit` up to `size`, if there is one, and the smallest one above `size`."""
     return sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
 
 
@@ -397,13 +397,13 @@ def param(
     Args:
       name: name within the current module.
       shape: shape of one layer's parameter; a layer stack adds the leading dimension.
-      axes: logical axis of each dimension.
+      axes: logical axis of each dimension of `shape`.
       init: initializer, called as `init(shape, dtype)`.
-      kind, in_dims, stacked, trainable: information for optimizers; see `core.parameters.ParamSpec`. A layer stack
-        adds its layers to `stacked`.
+      kind, in_dims, stacked, trainable: information for optimizers, as in `core.parameters.ParamSpec`. A layer stack
+        adds 1 to `stacked`.
       dtype: stored dtype.
-      compute_dtype: returned dtype; default: the stored one. The cast comes before any all-gather, which then moves
-        the narrower dtype.
+      compute_dtype: returned dtype; None: the stored one. The cast comes before any all-gather, which then moves the
+        narrower dtype.
       as_stored: whether to return the parameter in its stored dtype and layout, for callers that cast and constrain it.
 
     Returns:
@@ -451,14 +451,15 @@ _names: contextvars.ContextVar[_Names | None] = contextvars.ContextVar("names", 
 
 
 def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -> Callable:
-    """Returns a Haiku function of stock modules, such as `hk.Linear`, with axes for its parameters.
+    """Returns `fn`, a Haiku function that uses stock modules such as `hk.Linear`, with axes for their parameters.
 
         NAMES = {"*/attn/linear/w": ("heads", "embed"), "*/attn/*/w": ("embed", "heads"), "*ln*": ("norm",), …}
         net = hk.transform(logical.named(forward, NAMES))
 
-    Parameters are stored in float32, whatever dtype the module asks for, and returned in that dtype, laid out for
-    computation, as `param` returns its own. Parameters that are made by `param` are not affected. A layer stack inside
-    the function uses the same table for its blocks, with its own name as the first part of their paths.
+    These parameters are stored in float32 (or the dtype of their `ParamSpec`), and returned in the dtype that the
+    module asks for, laid out for computation, as `param` returns its own. Parameters that are made by `param` are not
+    affected. A layer stack inside the function uses the same table for its blocks, with its own name as the first part
+    of their paths.
 
     Args:
       fn: a Haiku function.

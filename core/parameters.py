@@ -47,15 +47,15 @@ class ParamSpec:
 
     Attributes:
       axes: logical axis of each dimension, of a stacked parameter including the layers.
-      kind: one of `KINDS`. By default it follows from the axes: "constant" if not trainable; "norm" with the axis
-        `norm`; otherwise "bias" with at most one dimension that is not stacked, "embedding" with the axis `vocab`,
-        and "matrix". A "table" has one row for each of many items, of which a step reads a few.
+      kind: one of `KINDS`. By default it follows from the axes; the first that applies: "constant" if not trainable;
+        "norm" with the axis `norm`; "bias" with at most one dimension that is not stacked; "embedding" with the axis
+        `vocab`; "matrix". A "table" has one row for each of many items, of which a step reads a few.
       in_dims: number of input dimensions (rows) of a matrix, after the stacked ones; the others are outputs. A
         query weight [embed, heads, head_dim] has 1, an output weight [heads, head_dim, embed] has 2.
       stacked: how many leading dimensions count independent parameters, such as layers or experts. Optimizers treat
         each of them as a parameter of its own.
-      trainable: whether the parameter is trained; otherwise it has no gradient and no optimizer state, and training
-        leaves its bits unchanged.
+      trainable: whether the parameter is trained; otherwise it has no optimizer state, and training leaves its bits
+        unchanged.
       dtype: dtype of the stored parameter.
 
     Raises:
@@ -212,7 +212,7 @@ def lookup(tree: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 def labeled(tree: Any) -> Callable[[Params], Any]:
-    """Returns a function that maps a tree of some parameters to the leaves of `tree` at their paths."""
+    """Returns a function that maps a tree of some parameters to a like tree of the leaves of `tree` at their paths."""
     at = lookup(tree)
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: at(path), params)
 
@@ -226,8 +226,8 @@ def by_layer(
       rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimensions. Other
         arguments of an update, such as the loss, are the same for all layers.
       specs: specs of the parameters; `ParamSpec.stacked` dimensions count layers, or other independent parameters.
-      in_turn: whether to process one layer after the other, for rules whose intermediate results are as large as the
-        matrix; otherwise, and over declared axes such as experts, all are vectorized.
+      in_turn: whether to process the layers (of the axis `layers`) one after the other, for rules whose intermediate
+        results are as large as the matrix. Otherwise, and over other stacked axes such as experts, all are vectorized.
     """
     spec_at, rule = lookup(specs), optax.with_extra_args_support(rule)
 

@@ -14,7 +14,7 @@ def use(platform: str | None) -> contextlib.AbstractContextManager:
 
     Args:
       platform: as in `core.slices.Chip.platform`: `tpu`, `cuda` or `cpu`. None: implementations for every platform
-        are traced. Simulated TPU slices need this, so that a rehearsal finds what cannot be traced for TPUs.
+        are traced. Simulated TPU slices need a platform, so that what cannot be traced for TPUs is found on a CPU.
     """
     return _platform(platform)
 

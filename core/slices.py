@@ -3,7 +3,7 @@
 The number in a v4, v5p or tpu7x name counts TensorCores, two per chip; in v5e and v6e names it counts chips. JAX has
 one device per chip, which joins the cores of v4 and v5p ("megacore"), except on tpu7x, where each core is a device. So
 `v4-32` has 16 devices on 4 hosts, and `tpu7x-32` has 32 devices on 16 chips and 4 hosts. Memory, FLOP/s and meshes are
-counted per device. `2xv4-32` is two such slices in one job, connected by the data-center network (DCN). GPUs and CPU
+counted per device. `2xv4-32` is two such slices in one run, connected by the data-center network (DCN). GPUs and CPU
 devices are named by kind and number: `h100:8`, on two hosts `h100:8x2`.
 
 Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
@@ -120,7 +120,7 @@ _ALIASES = {"v5litepod": "v5e"}
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A TPU slice, whose hosts are connected by ICI, or several equal slices in one job, connected by DCN.
+    """A TPU slice, whose hosts are connected by ICI, or several equal slices in one run, connected by DCN.
 
     GPUs or CPU devices of one or more hosts are a slice with one dimension.
 
@@ -147,12 +147,12 @@ class Slice:
 
     @property
     def is_tpu(self) -> bool:
-        """Returns whether the chips are TPUs."""
+        """Whether the chips are TPUs."""
         return self.generation in CHIPS
 
     @property
     def chips(self) -> int:
-        """Number of chips of the whole job."""
+        """Number of chips of all slices."""
         return self.num_slices * math.prod(self.topology)
 
     @property
@@ -162,7 +162,7 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices of the whole job."""
+        """Number of JAX devices of all slices."""
         return self.chips * self.chip.devices
 
     @property
@@ -187,16 +187,18 @@ class Slice:
 
     @property
     def single(self) -> Slice:
-        """One slice of a job with several; the slice itself if it is the only one."""
+        """One of several slices; the slice itself if it is the only one."""
         return get(self.name.partition("x")[2]) if self.num_slices > 1 else self
 
     @property
     def hosts(self) -> int:
-        """Number of hosts (virtual machines, JAX processes)."""
+        """Number of hosts (virtual machines, JAX processes) of all slices."""
         return self.chips // self.chips_per_host
 
     def shared_by(self, processes: int) -> Slice:
         """Returns this slice with its chips divided evenly over `processes` hosts.
+
+        The `host_bounds` of the result have one dimension: the number of chips of a host.
 
         Raises:
           UserError: the chips do not divide; names the counts that do.
@@ -229,7 +231,7 @@ class Slice:
         Args:
           flops: FLOPs of one step on all devices, without recomputation.
           seconds: duration of the step.
-          peak_flops: FLOP/s of the whole job; None: those of the table, which has none for CPUs.
+          peak_flops: peak FLOP/s of all devices; None: that of the tables, which have none for CPUs.
 
         Raises:
           UserError: the fraction exceeds 1.
@@ -247,17 +249,17 @@ class Slice:
 
     @property
     def host_memory_bytes(self) -> int:
-        """Memory of one host in bytes, as specified for its virtual machine."""
+        """Memory of one host in bytes, as in the tables; of CPU devices, that of this machine."""
         return int(self.devices_per_host * self.chip.host_memory_bytes)
 
     @property
     def peak_flops(self) -> float:
-        """Peak bfloat16 FLOP/s of the whole job; 0 for CPUs."""
+        """Peak bfloat16 FLOP/s of all devices; 0 for CPUs."""
         return self.devices * self.chip.peak_flops
 
     @property
     def hbm_bytes(self) -> int:
-        """HBM of the whole job in bytes."""
+        """Memory of all devices in bytes."""
         return self.devices * self.chip.hbm_bytes
 
     @property
@@ -266,7 +268,7 @@ class Slice:
         return "x".join(map(str, self.topology))
 
     def devices_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Returns, for each host of one slice, the chip coordinates of its devices and their number on the chip.
+        """Returns the devices of each host of one TPU slice: (x, y[, z], index of the device on its chip).
 
         A host (process) has its devices in this order: those of a chip are neighbors, then x varies fastest.
         """
@@ -314,10 +316,10 @@ SLICES: Mapping[str, Slice] = _slices()
 def get(name: str) -> Slice:
     """Returns the slice called `name`, such as `v5e-16` or `h100:8`.
 
-    `v5litepod-16` is an alias of `v5e-16`, and `2xv4-32` is two slices in one job.
+    `v5litepod-16` is an alias of `v5e-16`, and `2xv4-32` is two slices in one run.
 
     Raises:
-      UserError: there is no such slice; names the nearest.
+      UserError: there is no such slice or device.
     """
     if ":" in name:
         return _of_devices(name)
@@ -368,7 +370,12 @@ def _cpu(devices: int) -> Chip:
 
 
 def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
-    """Returns a slice of GPUs or CPU devices: those that JAX gives this `device_kind`, `per_host` on each of `hosts`.
+    """Returns a slice of `hosts` hosts with `per_host` GPUs or CPU devices each.
+
+    Args:
+      kind: the `device_kind` that JAX gives the devices.
+      per_host: number of devices per host.
+      hosts: number of hosts.
 
     Raises:
       UserError: no GPU of the tables has this kind, and it is not "cpu".

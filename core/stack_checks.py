@@ -1,4 +1,4 @@
-"""Checks the arguments of a layer stack, and that runners can split and repeat its blocks."""
+"""Checks the arguments of a layer stack (`core.stack`), and that its layers can be repeated and their rows divided."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collecti
 
 
 def check_groups(num_layers: int, group: int) -> None:
-    """Raises UserError unless the layers divide into groups of `group` successive layers."""
+    """Raises UserError unless `group` is a positive integer, and the layers divide into groups of so many layers."""
     check_integer(group, where="layer_stack: group", least=1)
     if num_layers % group:
         raise UserError(

@@ -1,4 +1,7 @@
-"""Finds the dtypes that the layers of a stack compute with, so that runners can move weights in them."""
+"""Finds the dtypes in which the layers of a stack use their parameters, so that runners can transfer weights in them.
+
+A runner executes the layers of a stack (`core.stack.Runner`).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def computed(traced: Sequence[ClosedJaxpr], params: Any) -> Any:
-    """Returns the dtype to which all layers cast each parameter; its own if a layer also uses it without a cast.
+    """Returns a tree of dtypes: for each parameter the one to which every use of it casts it; its own if there is none.
 
     Args:
       traced: a trace of a layer of each kind, whose first inputs are its parameters.

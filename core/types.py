@@ -194,7 +194,7 @@ class Generates(Protocol):
     """
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns the logits of the next token, [B, T, V], float32."""
+        """Returns the logits of the next token at each position, [B, T, V], float32."""
 
 
 class ExtendsCache(Protocol):
@@ -212,7 +212,7 @@ class ExtendsCache(Protocol):
         Args:
           params, cache: the parameters; the cache, filled in all slots before `start`.
           ids: [B, T], int32; the id in slot s has position s - padding.
-          start: slot of the first new id, [], int32.
+          start: slot of the first new id, [], int32; 0 for an empty cache.
           padding: [B], int32: the number of empty slots at the beginning of each row.
         """
 
@@ -220,7 +220,7 @@ class ExtendsCache(Protocol):
 class ExtendsLayers(Protocol):
     """A model whose `extend` is `before_layers`, then `extend_layers` for successive layers, then `after_layers`.
 
-    Its cache is a tuple: the states of all layers, then others. `num_layers` counts all layers.
+    Its cache is a tuple: the states of all layers, followed by other entries. `num_layers` counts all layers.
 
     Enables: generation on a CPU from small programs of a few layers, compiled once for layers of equal kinds.
     """
@@ -229,10 +229,10 @@ class ExtendsLayers(Protocol):
 
     @property
     def num_first_layers(self) -> int:
-        """How many layers come before those that repeat (`core.stack.First`); no call runs layers of both kinds."""
+        """How many layers come before those that repeat (`core.stack.First`); no call of `extend_layers` mixes them."""
 
     def layer_kind(self, layer: int) -> Hashable:
-        """Returns the kind of a layer, by its number; layers of one kind differ in their arrays alone."""
+        """Returns the kind of a layer, by its index from 0; layers of one kind differ in their arrays alone."""
 
     def before_layers(self, params: Params, others: Any, ids: Any, start: Any, padding: Any) -> tuple[Any, Any, Any]:
         """Returns the input of the first layer, arrays that all layers read, and the cache's new `others`.
@@ -246,7 +246,7 @@ class ExtendsLayers(Protocol):
         """Runs successive layers on new ids; returns x and the states of these layers.
 
         Args:
-          params: the parameters, of which the stacked ones have these layers alone.
+          params: the parameters; the stacked ones contain these layers alone.
           x, side: the input of the first of these layers; the arrays from `before_layers`.
           states, start: the states of these layers, from the cache; the slot of the first new id.
           kinds: kinds of these layers, from `layer_kind`.
@@ -272,7 +272,11 @@ class Shrinks(Protocol):
     """
 
     def shrink(self, multiples: Mapping[str, int]) -> Model:
-        """Returns a small model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small model of this kind.
+
+        Args:
+          multiples: by logical axis, a number of which the size of this axis must be a multiple.
+        """
 
 
 class ReadsPublished(Protocol):
@@ -461,7 +465,9 @@ class OwnMetrics(Protocol):
     """The metrics that a task defines on a model's predictions and scores; values are of JSON types."""
 
     def questions(self) -> dict[str, Any]:
-        """Returns what to ask a model: `eos_id`, and in `tasks` the `kinds` of outputs and the `pairs` of each task.
+        """Returns what to ask a model, `{"eos_id": …, "tasks": {name: {"kinds": …, "pairs": …}}}`.
+
+        `kinds` are the kinds of output that the metrics of a task need; `pairs` are the ids of prompts and targets.
 
         Raises:
           UserError: the questions or the metrics cannot be read.
@@ -494,7 +500,7 @@ class SplitsRows(Protocol):
     whole: Task
 
     def with_rows(self, whole: Task, length: int) -> Task:
-        """Returns a task whose batches hold chunks, of `length` positions, of the rows of `whole`."""
+        """Returns a task whose batches hold chunks of `length` positions of the rows of `whole`."""
 
 
 class ChecksModel(Protocol):

@@ -32,7 +32,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def of_training() -> dict[str, str]:
-    """Returns the versions of the packages in TRAINING; `not installed` for one that this machine does not need."""
+    """Returns the version of each package in TRAINING, by name; `not installed` for one that is not."""
     found = {}
     for name in TRAINING:
         try:

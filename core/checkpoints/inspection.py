@@ -88,7 +88,7 @@ class Verification(NamedTuple):
 
 
 def verify(step_folder: paths.Path) -> Verification:
-    """Verifies one step. Damage is reported in the result and never raised."""
+    """Verifies one step. Damage, and any error in reading, is reported in the result as damage and not raised."""
     began, kinds, described = time.monotonic(), {}, None
     damaged: list[str] = []
     try:

@@ -50,12 +50,12 @@ class _Parameter(NamedTuple):
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """Returns the indices of each tensor along the stacked axes."""
+        """The indices of each tensor along the stacked axes."""
         return list(np.ndindex(*self.stacked))
 
     @property
     def names(self) -> list[str]:
-        """Returns the names of the tensors that contain the parameter."""
+        """The names of the tensors that contain the parameter."""
         return [self.source.tensor(place) for place in self.places]
 
 
@@ -191,7 +191,7 @@ class PublishedFolder:
         return path in self._sources
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers of a stacked parameter in the folder; None if it has none of its tensors."""
+        """Returns the number of layers of a parameter in the folder; None if it has none, or is not stacked."""
         source = self._sources.get(path)
         if source is None or not source.num_stacked:
             return None
@@ -416,7 +416,7 @@ def write(
     stem: str = "model",
     shard_bytes: float = _SHARD_BYTES,
 ) -> int:
-    """Writes tensors as one safetensors file, or as several with an index; returns their size in bytes.
+    """Writes tensors as one safetensors file, or as several with an index; returns the bytes of all tensors.
 
     The files have temporary names until all are written; if writing them fails, they are removed. The index is written
     last.

@@ -103,9 +103,10 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
 
 
 def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
-    """Returns a line of advice if `saved` differs in that its optax transformation was not applied `by_layer`.
+    """Returns lines of advice, for the message about differences; [] without advice.
 
-    Returns [] for all other differences. `by_layer` is an argument of `core.optimizers.from_optax`.
+    There is one line, if the saved optimizer was `core.optimizers.from_optax` without `by_layer`, and the requested one
+    is applied by layer.
 
     Args:
       saved: as in `differences`.
@@ -140,7 +141,10 @@ def require_shardings(abstract_state: Any) -> None:
 
 
 def describe(state: Any) -> dict[str, list]:
-    """Returns dtype, shape and fingerprint of every leaf as JSON: `{"params/w": ["float32[8, 6]", 2864434397]}`."""
+    """Returns dtype and shape, and fingerprint, of every leaf: `{"params/w": ["float32[8, 6]", 2864434397]}`.
+
+    All hosts must call it.
+    """
     leaves = by_name(state)
     contents = fingerprints(leaves)
     return {name: [kind(leaf), contents[name]] for name, leaf in leaves.items()}
@@ -161,7 +165,7 @@ def fingerprints(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
 
 
 def checksum(leaves: Mapping[str, jax.Array]) -> int:
-    """Returns the sum of the fingerprints of arrays modulo 2^32, on every host."""
+    """Returns the sum of the fingerprints of arrays modulo 2^32, on every host; all hosts must call it."""
     return sum(fingerprints(leaves).values()) % 2**32
 
 

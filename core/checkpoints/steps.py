@@ -6,8 +6,8 @@
 The checksum of the metadata is verified before the metadata is used. The metadata has fingerprints of all arrays and
 digests of all positions. They reveal an undamaged array or position file that belongs to another step.
 
-Frozen parameters that the run read from a published folder are left out of its steps. The metadata names their source,
-and contains their fingerprints too, so that a source with other values is refused.
+Frozen parameters that the run read from a published folder may be left out of its steps. The metadata then names their
+source, and contains their fingerprints too, so that a source with other values is not accepted.
 """
 
 from __future__ import annotations
@@ -251,7 +251,11 @@ def leftovers(directory: paths.Path) -> Iterator[Leftover]:
 
 
 def saved_at(step_folder: paths.Path) -> float:
-    """Returns the time at which a complete step was committed, in seconds since 1970."""
+    """Returns the time at which a complete step was committed, in seconds since 1970.
+
+    Raises:
+      OSError or MalformedError: the file that records it cannot be read.
+    """
     mark = foreign_json.load_object((step_folder / _COMPLETE_MARK).read_text(), {"commit_timestamp_nsecs": int})
     return mark["commit_timestamp_nsecs"] / 1e9
 
@@ -317,7 +321,7 @@ class Description(NamedTuple):
 
     @property
     def seals_positions(self) -> bool:
-        """Returns whether the metadata has a digest of every data position; earlier revisions recorded none."""
+        """Whether the metadata has a digest of every data position; earlier revisions recorded none."""
         return None not in self.streams.values()
 
     def positions(self, found: Mapping[str, bytes]) -> dict[str, bytes]:

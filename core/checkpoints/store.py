@@ -7,7 +7,7 @@ One step is one folder with three parts, written by all hosts together and made 
                         meta    JSON: config text, versions, git revision, seed …, and fingerprints of every array and
                                 stream of this step
 
-Frozen parameters that the run read from a published folder are not saved; a restore reads them there again
+Frozen parameters that the run read from a published folder may be left out; a restore then reads them there again
 (`warm_start.Origin`).
 
 Between such steps the parameters alone may be saved, as steps of the same form without opt_state and data:
@@ -60,13 +60,15 @@ class Checkpoints:
     ):
         """Opens a folder of checkpoints; unless `read_only`, creates it and removes what interrupted saves left.
 
+        All hosts must call it.
+
         Args:
           directory: local or gs://, shared by all hosts.
           keep: number of latest steps to keep.
           keep_params: number of latest steps with parameters alone to keep; None: none can be saved.
-          timeout_seconds: time limit of a save, and of a restore before the watchdog ends the run; None: depends on
-            the bytes per host (`writing.limit_seconds`).
-          read_only: creates and removes nothing, so that it can be used while a job runs.
+          timeout_seconds: time limit of a save, and of a restore, after which the hosts' heartbeat ends the run; None:
+            depends on the bytes per host (`writing.limit_seconds`).
+          read_only: whether to create and remove nothing now, so that a run may be using the folder.
           origin: reads the parameters that steps leave out; None: such a step cannot be restored.
           keep_best: also keep the best step by this metric of its metadata (`best.parse`); "": only the latest.
 
@@ -127,8 +129,8 @@ class Checkpoints:
     def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:
         """Waits for the previous save, then starts an asynchronous one of parameters alone, as `save` does.
 
-        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps. Needs
-        `keep_params`.
+        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps. It must
+        have been opened with `keep_params`.
         """
         assert self._params_kept is not None, "opened without keep_params"
         self.wait()
@@ -203,8 +205,8 @@ class Checkpoints:
     def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
         """Restores the newest intact step: returns it with its state, streams and metadata; None if there are no steps.
 
-        Steps that are proven to be damaged are renamed after an older one was restored, so that they can be trained and
-        saved again; host 0 prints this.
+        Newer steps that are proven to be damaged are then renamed, so that they can be trained and saved again; host 0
+        prints this.
 
         Args:
           abstract_state: as in `restore`.
@@ -342,7 +344,7 @@ class Checkpoints:
             )
 
     def check(self) -> None:
-        """Raises RuntimeError if the current save has failed on a host. Does not wait; not collective."""
+        """Raises RuntimeError if the current save is known to have failed on a host. Does not wait; not collective."""
         with self._forgetting_failures():
             if self._writing is not None and self._writing.is_done():
                 self._finished(self._writing)

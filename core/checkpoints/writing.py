@@ -354,7 +354,7 @@ class SaveCosts:
     def end(self) -> None:
         """Reports the total, if there were saves.
 
-        Such as `checkpoints: 3 saved, 420 MiB each; training waited 600 ms per save, 4.9 % of 37 s`.
+        For example: `checkpoints: 3 saved, 420 MiB each; training waited 600 ms per save, 4.9 % of 37 s`.
         """
         if not self._costs:
             return

@@ -34,7 +34,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
 def resolve(text: str | os.PathLike[str]) -> epath.Path:
-    """Converts text to an absolute path: gs:// unchanged, anything else local, with `~` expanded.
+    """Converts text to an absolute path: gs:// without a trailing slash, anything else local, with `~` expanded.
 
     Raises:
       UserError: the text is empty, has an unknown scheme or no bucket name, or is relative to a working directory that
@@ -89,7 +89,8 @@ def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
 def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
     """Checks that a folder could be written, without creating it, and returns its absolute path.
 
-    If it does not exist, a small file is written and removed in its nearest existing parent.
+    A small file is written and removed: in the folder, or if a local folder does not exist, in its nearest existing
+    parent.
 
     Raises:
       UserError: the folder cannot be written; gives the reason.
@@ -100,7 +101,9 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def free_space(directory: str | os.PathLike[str]) -> str:
-    """Describes the free space: `0.3 GiB and 1,200 inodes are free on this host's disk`; a quota may allow less.
+    """Describes the free space where a folder is or would be: `0.3 GiB and 1,200 inodes are free on this host's disk`.
+
+    A quota may allow less.
 
     Raises:
       OSError: the file system cannot be read.

@@ -79,9 +79,9 @@ def at(activity: str, *, step: int | None = None, limit_seconds: float = 0.0, pa
 
 @contextlib.contextmanager
 def enter(activity: str, *, limit_seconds: float = 0.0) -> Iterator[None]:
-    """Context with this activity; restores the previous one at the end, unless an exception is raised.
+    """Context with this activity; records the previous one again at the end, unless an exception is raised.
 
-    Arguments are as in `at`.
+    The arguments are as in `at`.
     """
     before = _now
     at(activity, limit_seconds=limit_seconds)

@@ -2,10 +2,11 @@
 
 Nothing is guessed silently: the cluster is given by arguments or detected from the machine, or the process passes
 `single_process=True`. If a host is missing or has another configuration, an error names it. An uncaught exception ends
-its process at once, instead of blocking for minutes in a barrier that the other hosts never reach.
+its process at once after `exit_at_once_on_exception`, instead of blocking for minutes in a barrier that the other hosts
+never reach.
 
-This is the only module that uses `jax.distributed`. Everything here uses its coordination service and not the devices,
-so it works before the first array exists.
+This is the only module that uses `jax.distributed`. All but `all_gather_array` uses its coordination service and not
+the devices, so it works before the first array exists.
 """
 
 import collections
@@ -57,7 +58,7 @@ class Cluster(NamedTuple):
     Attributes:
       process_index: index of this process.
       process_count: number of processes.
-      coordinator: "HOST:PORT" of the coordinator; "" for a single process.
+      coordinator: "HOST:PORT" of host 0; "" for a single process.
     """
 
     process_index: int
@@ -86,25 +87,27 @@ def initialize(
     watch: Limits | None = None,
     before_devices: Callable[[Cluster], None] = lambda cluster: None,
 ) -> Cluster:
-    """Joins the other hosts before any device is initialized; returns the cluster, as does a second identical call.
+    """Joins the other hosts before any device is initialized; returns the cluster.
+
+    A second call only returns the cluster.
 
     Args:
       coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster (a TPU slice).
       process_index, process_count: index of this host, 0 to process_count - 1, and the number of hosts.
-      local_cpu_devices: number of CPU devices of this process (simulation).
+      local_cpu_devices: number of CPU devices of this process (simulation); None: as JAX is configured.
       timeout_seconds: how long to wait for all hosts.
       single_process: whether this process runs alone, without detecting or waiting for others.
       description: the configuration of this host; if hosts have different ones, the error shows the difference.
       addresses: addresses of all hosts by index, to name a missing one.
       secret: known to the hosts of this start alone, and equal on all of them; other connections are ignored.
       watch: time limits for the monitoring between hosts (`core.hosts.heartbeat`); None: no monitoring.
-      before_devices: called once all hosts are connected and have equal descriptions, before JAX's runtime starts and
-        any device is initialized; an exception in it ends the start.
+      before_devices: called with the cluster once all hosts are connected and have equal descriptions, before JAX's
+        runtime starts and any device is initialized. An exception in it is not caught.
 
     Raises:
       UserError: the arguments contradict one another, are malformed or out of range, or some are missing; no cluster
-        was detected; a second call differs from the first; or the descriptions of the hosts differ.
-      RuntimeError: a device was already initialized, so this process can no longer connect.
+        was detected; a second call describes another cluster; or the descriptions of the hosts differ.
+      RuntimeError: a device was already initialized, which is too late to join.
       TimeoutError: some hosts are missing; names them.
     """
     global _joined
@@ -256,7 +259,8 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     """Waits until every host has called `barrier` with this name.
 
     Raises:
-      TimeoutError: names the hosts that did not within `timeout_seconds`.
+      TimeoutError: some hosts did not within `timeout_seconds`; names them, or gives the error of JAX's coordination
+        service.
     """
     client = jax_internals.coordination_client()
     if client is None:
@@ -270,7 +274,7 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
 
 
 def from_host_zero(text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-    """Broadcasts host 0's `text` to every host. All hosts must call it, in the same order.
+    """Returns host 0's `text` on every host; that of the others is not used. All hosts must call it, in the same order.
 
     Raises:
       TimeoutError: host 0 sent nothing within `timeout_seconds`.
@@ -324,7 +328,9 @@ def all_gather_array(array: jax.Array) -> np.ndarray:
 
 
 def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """Returns the text of each of `sources` in this call of `name`; calls are numbered equally on all hosts.
+    """Returns the texts that the hosts `sources` give in this call of `name`; `text` is None on the others.
+
+    Calls with one name are numbered, so that the n-th call on one host meets the n-th call on the others.
 
     Raises:
       RuntimeError: `text` is too long.
@@ -417,7 +423,7 @@ def _sees(file, nonce: str) -> bool:
 
 
 def interrupt() -> None:
-    """Makes `preempted` return True on all hosts, because of Ctrl-C on this one. Can be called from any thread."""
+    """Makes `preempted` return True on all hosts soon, because of Ctrl-C on this one. Can be called from any thread."""
     post(f"{_INTERRUPTED}/{process_index()}", "Ctrl-C")
     if _joined in (None, _ALONE):
         _sigterm_received.set()
@@ -426,7 +432,7 @@ def interrupt() -> None:
 
 
 def is_interrupted() -> bool:
-    """Returns, once `preempted` has returned True, whether the reason is Ctrl-C on a host, and not SIGTERM."""
+    """Returns whether the reason why `preempted` has returned True is Ctrl-C on a host, and not SIGTERM."""
     return bool(posted(_INTERRUPTED))
 
 
@@ -466,7 +472,7 @@ def exit_at_once(code: int, why: str = "") -> None:
 def exit_at_once_on_exception() -> None:
     """Makes an uncaught exception print its traceback and end this process at once.
 
-    If the error's attribute `says_all` is true, only its message is printed.
+    If the error's attribute `says_all` is true, only its message and notes are printed.
 
     The exit code is the error's attribute `exit_code` if it has one, otherwise `exit_codes.RAISED`; if the loss of
     another host caused the error, it is the code of host 0's verdict. Without this hook, the process would wait for the

@@ -68,7 +68,7 @@ _BY_SIGNAL = Ending(
 
 
 def ending(code: int) -> Ending:
-    """Returns the meaning of a code; `128 + N` is signal N."""
+    """Returns the meaning of a code: that in `ENDINGS`, or else, for `128 + N`, that of signal N."""
     if code in ENDINGS:
         return ENDINGS[code]
     if 128 < code < 128 + 65:

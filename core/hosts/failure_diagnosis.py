@@ -29,12 +29,12 @@ class Limits(NamedTuple):
 
     Attributes:
       step_seconds: limit for a step, and for the time between two steps.
-      slow_seconds: limit for compiling, reading, opening, meeting, evaluating, saving and restoring. Joining has at
-        least JOINING_SECONDS, saving and restoring at least their own limit (`core.checkpoints.writing.limit_seconds`).
+      slow_seconds: limit for compiling, reading, opening, meeting, evaluating, saving, restoring and ending. Joining
+        has at least JOINING_SECONDS, and work that enforces a limit of its own has at least that plus LATER_SECONDS.
       silent_seconds: limit for the time without a message from a host with an open connection; less than the timeout of
-        JAX's heartbeat. Also the limit for one host to evaluate or end while others wait for it in a step.
+        JAX's heartbeat. Also the limit for one host to meet, evaluate or end while others wait for it in a step.
       apart_seconds: limit for one host to save or restore while others wait for it in a step.
-      reports_only: whether hosts over a limit are only reported, with their stacks, and the run continues.
+      reports_only: whether hosts over a limit are only reported, and the run continues.
     """
 
     step_seconds: float
@@ -62,13 +62,13 @@ class Limits(NamedTuple):
         return float("inf") if place.activity == activity.PREPARING else self.slow_seconds
 
 
-USUAL_LIMITS = Limits(600.0, 3600.0)  # for rehearsals, whose hosts are processes on one machine
+USUAL_LIMITS = Limits(600.0, 3600.0)  # for simulated hosts, which are processes on one machine
 ON_TPU = USUAL_LIMITS._replace(silent_seconds=120.0, apart_seconds=600.0)
 
 
 @dataclasses.dataclass
 class Seen:
-    """The state of a host, as the host that judges it knows it: host 0, or for host 0 the others.
+    """The state of a host as known to the host that judges it. Host 0 judges all hosts, and the others judge host 0.
 
     Attributes:
       name: such as `host 2 (10.0.0.4)`.
@@ -129,7 +129,7 @@ def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
 
 
 def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Verdict | None:
-    """Returns another host's verdict on host 0, which cannot report that it is lost, silent or has left.
+    """Returns this host's verdict on host 0, which cannot report that it is lost, silent or has left.
 
     Args:
       zero: the state of host 0, as this host knows it.
@@ -146,7 +146,7 @@ def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Ver
 
 
 def host_zero_overdue(zero: Seen, *, limits: Limits) -> Verdict | None:
-    """Returns another host's verdict on host 0 if it has been silent for too long; otherwise None."""
+    """Returns this host's verdict on host 0 if that has been silent for too long; otherwise None."""
     return _silent({0: zero}, limits)
 
 
@@ -296,7 +296,7 @@ def _elsewhere(seen: Mapping[int, Seen], culprits: Sequence[int]) -> str:
 def judge_copies(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
     """Returns the verdict on hosts whose copies of replicated arrays differ from the majority; None if all are equal.
 
-    If there is no majority, all hosts are named.
+    If there is no majority for an array, all hosts that have fingerprints of it are named.
 
     Args:
       step: the step after which the fingerprints were taken.

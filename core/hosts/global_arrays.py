@@ -20,9 +20,9 @@ _EDGE_ITEMS, _MOST_SHARDS = 2, 4
 
 
 def describe(tree: Any) -> str:
-    """Describes every array of a tree: its shape and layout, and range and first values of this host's shards.
+    """Describes every array of a tree: its shape and layout, and the range and a few values of this host's shards.
 
-    Sends nothing to other hosts, so that one host alone may call it.
+    At most four shards of an array are shown. Sends nothing to other hosts, so that one host alone may call it.
 
         params/head/w float32[8, 6], P('fsdp',), 2 hosts; here:
           [0:4, 0:6] from -1.2 to 3.1, mean 0.02, 0 not finite: [[0.1 0.2 ... 0.5 0.6] ...]

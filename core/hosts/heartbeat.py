@@ -52,7 +52,7 @@ def start(roll: Roll | None, *, limits: Limits) -> None:
     Args:
       roll: all hosts and the connections to them, which the thread then owns; None for a single process, which is
         monitored for hangs.
-      limits: the time limits; those of host 0 apply to all hosts.
+      limits: the time limits by which this host judges: host 0 judges all hosts, and the others judge host 0.
     """
     global _watch
     assert _watch is None, "the hosts are watched already"
@@ -69,7 +69,9 @@ def on_verdict(act: Callable[[Verdict], None]) -> None:
 
 
 def raised(error: str, *, code: int, is_consequence: bool) -> None:
-    """Reports the error that ends this process, and waits for the verdict, which ends all; returns if there is none.
+    """Reports the error that ends this process, and waits for the verdict, which ends all hosts.
+
+    Returns if none comes within a few seconds, and at once without monitoring.
 
     Args:
       error: type and message.
@@ -82,7 +84,7 @@ def raised(error: str, *, code: int, is_consequence: bool) -> None:
 
 
 def leave(code: int = exit_codes.DONE, why: str = "") -> None:
-    """Reports that this process is about to exit, and why.
+    """Reports that this process is about to exit, and why. Does nothing without monitoring.
 
     With a nonzero code, monitoring of this host ends, and host 0 waits up to `failure_diagnosis.LEAVING_SECONDS` for
     the others to leave. With code 0, monitoring goes on until the process is gone, because JAX waits for the others at
@@ -352,7 +354,7 @@ def stacks_of_all_threads() -> str:
 
 
 def grouped_by_text(of_hosts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Groups hosts by stack, ignoring memory addresses; returns (hosts, text) of the first few groups."""
+    """Groups hosts by stack, ignoring memory addresses; returns the hosts and the text of each of the first groups."""
     hosts: dict[str, list[int]] = {}
     for host in sorted(of_hosts):
         hosts.setdefault(re.sub(r"0x[0-9a-f]+", "", of_hosts[host]), []).append(host)

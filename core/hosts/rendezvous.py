@@ -35,7 +35,7 @@ _MOST_WAITING = 32  # connections that have not said hello yet; of more, the old
 
 
 class Roll(NamedTuple):
-    """The hosts of a job and the connections to them.
+    """The hosts of a run and the connections to them.
 
     Attributes:
       index: index of this host.
@@ -100,7 +100,7 @@ def answer(
     Args:
       address: "HOST:PORT" of host 0, the same on every host.
       index: index of this host, 0 to count - 1.
-      count: number of hosts of the job.
+      count: number of hosts of the run.
       timeout_seconds: how long to wait for all hosts.
       description: configuration of this host, which must be equal on all of them.
       addresses: addresses of all hosts by index, if known, to name a missing one.

@@ -44,12 +44,12 @@ class Optimizer:
 
     Attributes:
       rule: a function from the specs of a model's parameters to an optax transformation, which converts gradients to
-        updates and may take `extras` of the step's `LossOutput`; `lambda specs: optax.sgd(0.1)` if all are alike.
+        updates and may take `extras` of the step's `LossOutput`; `lambda specs: optax.sgd(0.1)` treats all alike.
       learning_rate: schedule over the number of applied updates, for reporting (`rate`); None if only the
         transformation knows it.
       live: kinds of trained parameters that are not averaged over steps.
       averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average; None
-        if the rule does not average.
+        if the rule does not average, or does with `optax.contrib.schedule_free`.
       specs: specs of the parameters that it is bound to; None before `bound`.
     """
 
@@ -119,7 +119,7 @@ class Optimizer:
           state: the previous state.
           params: the previous parameters.
           extras: `extras` of the model's `LossOutput`.
-          value: the mean loss, [], float32, which some transformations of optax need.
+          value: the mean loss, [], float32, which some transformations of optax need; None: not given to them.
         """
         updates, state = self.transformation.update(grads, state, params, extras=extras, value=value)
         after = optax.apply_updates(params, updates)
@@ -134,9 +134,9 @@ class Optimizer:
     def rate(self, state: Any, step: jax.Array, *, after: Any) -> jax.Array | None:
         """Returns the learning rate of an update, [], float32; None if only the transformation knows it.
 
-        A schedule inside the transformation counts applied updates, fewer than the steps if updates were skipped. For
-        a transformation without a schedule inside, `step` is used. Without `learning_rate`, the rate is the
-        hyperparameter of that name in a state of `optax.inject_hyperparams`.
+        With the attribute `learning_rate`, the schedule is evaluated at the number of applied updates, if the state
+        counts them (fewer than the steps if updates were skipped), otherwise at `step`. Without it, the rate is the
+        hyperparameter `learning_rate` in a state of `optax.inject_hyperparams`.
 
         Args:
           state: the optimizer's state before the update.
@@ -151,7 +151,7 @@ class Optimizer:
         return jnp.asarray(self.learning_rate(counted[0] if counted else step), jnp.float32)
 
     def trainable(self, params: Params) -> Params:
-        """Returns `params` with `stop_gradient` applied to the frozen ones."""
+        """Returns `params`, with `jax.lax.stop_gradient` applied to the frozen ones."""
         return jax.tree.map(lambda p, on: p if on else jax.lax.stop_gradient(p), params, self.trained(params))
 
     def evaluated(self, params: Params, state: Any) -> Params:
@@ -240,10 +240,7 @@ def _shared(
     clip_norm: float | None = 1.0,
     no_decay: Sequence[str] = ("norm", "bias"),
 ) -> Callable[[Rule], Optimizer]:
-    """Returns a function that makes an `Optimizer` of a rule.
-
-    It adds clipping, weight decay and the learning rate; frozen parameters are not changed.
-    """
+    """Returns a function that adds clipping, weight decay and the learning rate to a rule, and makes an `Optimizer`."""
 
     def around(rule: Rule) -> Optimizer:
         def complete(specs: Specs) -> optax.GradientTransformation:
@@ -276,7 +273,7 @@ def trained_of(specs: Specs) -> Any:
 
 
 def only_trainable(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformation:
-    """Returns a transformation that applies `rule` to trained parameters; frozen ones get no update and no state."""
+    """Returns a transformation that applies `rule` to trained parameters, and leaves frozen ones as they are."""
     labels = jax.tree.map(lambda spec: "trained" if spec.trainable else "frozen", specs)
     if "frozen" not in jax.tree.leaves(labels):
         return rule

@@ -50,11 +50,11 @@ def adafactor(
 
     Args:
       decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate; above 0.
-      clip_update: largest root mean square of an update, before the learning rate; above 0.
+      clip_update: largest root mean square of an update before `relative` and the learning rate are applied; above 0.
       relative: whether to multiply updates by the root mean square of the parameter; the learning rate is then
         relative, about 1e-2.
-      min_factored: the second moment of a matrix is factored if both sides are at least this large. A parameter of
-        another kind is factored over its two largest dimensions by the same rule.
+      min_factored: the second moment of a matrix is factored if both sides are at least this large; at least 1. A
+        parameter of another kind is factored over its two largest dimensions by the same rule.
     """
     rule = optax.chain(
         optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_factored),
@@ -100,7 +100,7 @@ def muon(
       rms: root mean square of an update before the learning rate; above 0.
       b1, b2, eps: as in `adamw`, for the other parameters.
 
-    When bound, it raises UserError for a model without matrices.
+    When it is bound to a model without matrices, it raises UserError.
     """
 
     def rule(specs: Specs) -> optax.GradientTransformation:
@@ -172,7 +172,7 @@ class AverageState(NamedTuple):
 
     Attributes:
       inner: state of the inner optimizer.
-      average: the averaged parameters.
+      average: the averaged parameters, with `optax.MaskedNode` for those that are not averaged.
     """
 
     inner: Any
@@ -182,7 +182,7 @@ class AverageState(NamedTuple):
 def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
     """Adds an average of the trained parameters to an optimizer, which `Optimizer.evaluated` returns.
 
-        average <- decay * average + (1 - decay) * parameters        after every step
+        average <- decay * average + (1 - decay) * parameters        after every update
 
     No bias correction is needed, because the average starts at the initial parameters. Frozen parameters and those of a
     kind that an optimizer lists as `live` (a table of which each step changes a few rows) are not averaged; evaluation
@@ -238,7 +238,7 @@ class SignState(NamedTuple):
 
 
 def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float = 1.0) -> Optimizer:
-    """Uses sign updates for the touched rows of parameters of kind "table", and `dense` for all others.
+    """Uses sign updates for the touched rows of trained parameters of kind "table", and `dense` for all others.
 
     An embedding per puzzle may have a million rows, of which a step uses a few hundred. Moments would triple its
     memory, and weight decay of every row at every step would erase rows that are rarely used. Therefore a row is
@@ -257,8 +257,8 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
       weight_decay: weight decay of touched rows, at least 0; multiplied by the learning rate of tables.
 
     Raises:
-      UserError: the decay is out of range, or `dense` averages; when bound, no trained parameter is a table; in a
-        step, the model does not list the used rows.
+      UserError: the decay is out of range, or `dense` was made by `averaged`; when bound, no trained parameter is a
+        table; in a step, the model does not list the used rows.
     """
     schedules.check_ranges("with_table", weight_decay=weight_decay)
     if dense.averages is not None:

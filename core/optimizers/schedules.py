@@ -31,14 +31,14 @@ Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning r
 
 
 def check_ranges(where: str, **values: float | None) -> None:
-    """Validates each number against the range of its name.
+    """Validates each value against the range of its name.
 
     Args:
-      where: the constructor that takes the numbers, for the error.
-      **values: the numbers, each by a name that `_RANGES` lists; NaN is never allowed.
+      where: the constructor that takes the values, for the error.
+      **values: the values, each by a name that `_RANGES` lists; NaN is never allowed.
 
     Raises:
-      UserError: a number is out of its range.
+      UserError: a value is out of its range.
     """
     for name, value in values.items():
         allowed, expected = _RANGES[name]
@@ -63,7 +63,7 @@ def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fra
     Args:
       peak: the highest rate, at least 0.
       warmup_steps: steps of the warm-up, from 0 to total_steps - 1; the first has the rate `peak / warmup_steps`.
-      total_steps: number of steps, warm-up included.
+      total_steps: number of steps, warm-up included; later steps have the final rate.
       final_fraction: the rate at the last step, as a fraction of the peak, from 0 to 1.
     """
     return _warmup_then(lambda progress: 1 - progress, peak, warmup_steps, total_steps, final_fraction)
@@ -77,7 +77,7 @@ def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fra
     Args:
       peak: the highest rate, at least 0.
       warmup_steps: steps of the warm-up, from 0 to total_steps - 1; the first has the rate `peak / warmup_steps`.
-      total_steps: number of steps, warm-up included.
+      total_steps: number of steps, warm-up included; later steps have the final rate.
       final_fraction: the rate at the last step, as a fraction of the peak, from 0 to 1.
     """
     return _warmup_then(_half_cosine, peak, warmup_steps, total_steps, final_fraction)
@@ -114,7 +114,7 @@ def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Sched
 
     Args:
       schedules: each is a function of the steps since its boundary; the first, of all steps.
-      boundaries: the steps of the run after which the second schedule, the third, … begin.
+      boundaries: for each schedule but the first, the number of steps of the run that are done when it begins.
 
     Raises:
       UserError: the number of boundaries is not the number of schedules minus one, or the boundaries are not positive

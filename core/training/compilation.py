@@ -76,7 +76,7 @@ def cached_programs(folder: str) -> int:
 
 @functools.cache
 def found_at_start(folder: str) -> int:
-    """Returns how many compiled programs a cache folder had when this process first asked, which `use_cache` does."""
+    """Returns how many compiled programs a cache folder had at this function's first call, which `use_cache` makes."""
     return cached_programs(folder)
 
 
@@ -127,7 +127,7 @@ class OnceCompiled:
 
         Args:
           function: jitted, or compiled from a jitted function.
-          named_by: the function whose parameters name the inputs; None: `function`.
+          named_by: the function whose parameters name the inputs in errors; None: `function`.
         """
         self._function, self._named_by = function, named_by or function
         self._expected: Mapping[str, str] | None = None
@@ -152,7 +152,7 @@ class OnceCompiled:
         return output
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the properties of every input leaf that compilation depends on; donated arrays still have them."""
+        """Returns, by name of each input leaf, what compilation depends on; donated arrays still have this."""
         named = _bind(self._named_by, args, kwargs)
         leaves, _ = jax.tree_util.tree_flatten_with_path(named)
         return {path[0].key + jax.tree_util.keystr(path[1:]): _kind(leaf) for path, leaf in leaves}
@@ -164,7 +164,7 @@ class OnceCompiled:
 
 
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments by parameter name, or by position if the function has no signature."""
+    """Returns arguments by parameter name, or by position if the signature is unknown or does not fit."""
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Evaluates a model: one pass over batches, which can also return the model's answers, and the hook for a run.
+"""One pass of evaluation over batches, which can also yield the model's answers, and the hook that evaluates in a run.
 
 The answers of one batch are read while the devices compute the next, and none are kept, because there may be hundreds
 of thousands (one for each variant of an ARC puzzle).
@@ -30,8 +30,8 @@ class FirstBatches:
     """The first batches of an evaluation.
 
     Attributes:
-      share: share of the data that was read: 1.0 if no batch remains, otherwise at most 0.99; None before all of these
-        batches were read, and if it is not known.
+      share: share of the data that was read: 1.0 if no batch remains, otherwise at most 0.99. None until iteration has
+        ended, or if batches remain and the data does not tell its size.
     """
 
     def __init__(self, batches: HostBatches, most: int | None):
@@ -53,7 +53,7 @@ class Scored(NamedTuple):
     share: float | None  # of the validation data; 1.0 is all; None if it is not known
 
     def describe(self, item: str) -> str:
-        """Returns `301 tokens, all of the validation data`; `item` is what has a weight of 1, such as "token"."""
+        """Returns, for example, `301 tokens, all of the validation data`; `item` is what weighs 1, such as "token"."""
         if self.share is None:
             part = "a part"
         elif self.share == 1:
@@ -84,12 +84,12 @@ class EvaluationPass:
     """
 
     def __init__(self, program: Program, state: TrainState, batches: HostBatches, *, answering: bool = False):
-        """Takes the batches; unless `answering`, the answers are empty."""
+        """Takes what to evaluate; unless `answering`, `answers` yields empty mappings."""
         self._program, self._state, self._batches, self._answering = program, state, batches, answering
         self.sums: dict[str, WeightedSum] = {}
 
     def answers(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Runs the pass and yields the answers batch by batch, one batch later than the devices."""
+        """Runs the pass; yields the answers to each batch after the next batch was dispatched."""
         dispatched, of = None, f" of {len(self._batches)}" if isinstance(self._batches, Sized) else ""
         for number, batch in enumerate(self._batches, 1):
             activity.at(activity.EVALUATING, part=f"batch {number}{of}")
@@ -129,9 +129,9 @@ class Evaluate(Hook):
     """Evaluates every `every` steps and after the last step, on the same batches each time.
 
     Attributes:
-      latest: the means of the last evaluation, as `validation/<name>`.
-      scored: what it scored; known when `write` is called.
-      step: the step that was evaluated last.
+      latest: the means of the last evaluation, with the values of `also`, by `validation/<name>`; empty before it.
+      scored: how much it scored; None before the first.
+      step: the step that was evaluated last; None before the first.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Evaluate(Hook):
     ):
         """Takes `open_batches()`, which is called once, and `write(step, values)`, which gets `latest`.
 
-        `also(state)` returns further values, by name.
+        `also(state)` returns further values by name; `last_step` is the last step of the run.
         """
         self._program, self._open_batches, self._write = program, open_batches, write
         self._every, self._last_step, self._also = every, last_step, also

@@ -13,7 +13,7 @@ class HasSpecs(Protocol):
 
     @property
     def param_specs(self) -> Specs:
-        """The specs of its parameters."""
+        """A tree like the parameters, with a `ParamSpec` for each."""
 
 
 class HasBase(Protocol):
@@ -30,9 +30,9 @@ class HasBase(Protocol):
 
 
 def checksum(program: HasSpecs, params: Params) -> int | None:
-    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32; None if there are none.
+    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32, without those of kind "constant".
 
-    Parameters of kind "constant" do not count. All hosts call it.
+    Returns None if there are no others. All hosts call it.
 
     Args:
       program: the program, whose `param_specs` say which parameters are frozen.
@@ -52,7 +52,7 @@ def require_base(task: Task, found: int | None) -> None:
 
     Args:
       task: task of the run or of an evaluation; a task without cached hidden states is not checked.
-      found: the checksum of the frozen parameters.
+      found: what `checksum` returns for the frozen parameters.
 
     Raises:
       UserError: they were computed with other parameters.

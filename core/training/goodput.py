@@ -1,9 +1,9 @@
 """Measures where the time of a run goes: its goodput over all starts, and the slowest host.
 
 Goodput is the fraction of the time since a run first started that was spent in useful steps. It is measured over all
-starts (sessions) of a run. `RUN/sessions.jsonl` has one line per start, which host 0 updates every few seconds while it
-trains. The other time is: down time, start-up, compiling, waiting for data, evaluating, saving, and steps that a later
-start repeated.
+starts (sessions) of a run. `RUN/sessions.jsonl` has one line per start, which host 0 updates every 10 s (in a bucket,
+every 30 s) while it trains. The other time is: down time, start-up, compiling, waiting for data, evaluating, saving,
+and steps that were repeated, by a later start or after a rollback.
 
 The time between a start that reached its last step and the next start is not counted at all.
 
@@ -48,11 +48,12 @@ class Session:
     Attributes:
       started: seconds since 1970.
       seen: when this line was last updated, in seconds since 1970.
-      first_step: the step after which it began.
+      first_step: the step after which it began, or an earlier one to which it rolled back.
       last_step: its last step that was not repeated later.
-      useful_seconds: time in steps, without the first (which compiles) and without waiting for data.
+      useful_seconds: time in steps that were not repeated, without the first (which compiles) and without waiting for
+        data.
       lost_steps: number of its steps that were repeated later.
-      finished: whether it reached its last step.
+      finished: whether it reached the last step of the run.
     """
 
     started: float
@@ -64,7 +65,7 @@ class Session:
     finished: bool = False
 
     def lose(self, *, after: int) -> None:
-        """Marks the steps after `after` as lost, at the mean time per step."""
+        """Counts its steps after step `after` as lost, and subtracts their time, at the mean time per step."""
         lost = self.last_step - max(self.first_step, after)
         if lost > 0:
             self.useful_seconds *= 1 - lost / (self.last_step - self.first_step)
@@ -77,7 +78,7 @@ _REQUIRED = {f.name: _KINDS[f.name] for f in dataclasses.fields(Session) if f.de
 
 
 def share(sessions: Sequence[Session]) -> float:
-    """Returns the goodput: useful seconds divided by all seconds, 0 to 1."""
+    """Returns the goodput of at least one session: useful seconds divided by all seconds, 0 to 1."""
     seconds = sessions[0].seen - sessions[0].started + sum(itertools.starmap(_added, itertools.pairwise(sessions)))
     return sum(s.useful_seconds for s in sessions) / seconds if seconds > 0 else 0.0
 
@@ -90,7 +91,7 @@ def _added(earlier: Session, later: Session) -> float:
 
 
 def read(run_dir: str) -> list[Session]:
-    """Reads the sessions of a run; malformed lines are skipped."""
+    """Reads the sessions of a run, in order; malformed lines are skipped. Returns [] if there is no file."""
     file = paths.resolve(run_dir) / FILE
     sessions = []
     for line in file.read_bytes().splitlines() if file.exists() else ():
@@ -105,14 +106,14 @@ def read(run_dir: str) -> list[Session]:
 
 
 def sentence(sessions: Sequence[Session]) -> str:
-    """Describes the goodput of the sessions so far."""
+    """Describes the goodput of at least one session."""
     lost, starts = sum(s.lost_steps for s in sessions), len(sessions)
     again = f"; {units.counted(lost, 'step was', 'steps were')} repeated" if lost else ""
     return f"goodput {100 * share(sessions):.1f} % over {units.counted(starts, 'start')}{again}"
 
 
 class Goodput(Hook):
-    """A hook that updates the line of this start in RUN/sessions.jsonl, on host 0 only."""
+    """A hook for host 0 that measures the goodput, and updates the line of this start in RUN/sessions.jsonl."""
 
     def __init__(
         self,
@@ -125,13 +126,13 @@ class Goodput(Hook):
         say: Callable[[str], None],
         started: float | None = None,
     ):
-        """Reads the sessions of earlier starts and reports their goodput.
+        """Reads the sessions of earlier starts, if any, and reports their goodput.
 
         Args:
           run_dir: local or gs://.
           first_step: step of the restored checkpoint; 0 for none.
           last_step: the step at which the run ends.
-          every: steps between two reports.
+          every: `write` is called at the steps that are multiples of this.
           write: receives the step and `{"goodput": share}`.
           say: receives a sentence, at the end and at every start after the first.
           started: when this start began, on the clock of `time.monotonic`; None: when the process began.
@@ -210,14 +211,22 @@ def start_ticks(pid: int) -> int | None:
 
 
 class Slowest(NamedTuple):
-    """The slowest host, and the seconds per step that it is slower than the fastest."""
+    """The slowest host: that with the most own time per step (its work, and waiting for data).
+
+    Attributes:
+      host: its index.
+      seconds: its own time per step, minus that of the fastest host.
+    """
 
     host: int
     seconds: float
 
 
 def hbm_gib() -> dict[str, float]:
-    """Returns the peak memory of each chip of this host in GiB, by names such as `chip_5`; empty on CPUs."""
+    """Returns the peak memory of each chip of this host in GiB, by names such as `chip_5`; empty if it is not known.
+
+    It is not known on CPUs.
+    """
     used = {f"chip_{d.id}": (d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()}
     return {name: count / GIB for name, count in used.items() if count is not None}
 
@@ -226,8 +235,8 @@ class HostMetrics:
     """The measurements of this host and, on host 0, of all hosts.
 
     Attributes:
-      slowest: on host 0, the slowest host of the last comparison; None if it costs the others at most WORTH_NAMING of a
-        step.
+      slowest: on host 0, the slowest host of the last comparison; None if it is slower than the fastest by at most
+        WORTH_NAMING of a step, before a comparison, and on other hosts.
     """
 
     def __init__(self, *, hbm: Callable[[], Mapping[str, float]] = hbm_gib):
@@ -245,14 +254,16 @@ class HostMetrics:
         return {name: values[name] for name in SENT if name in values} | memory
 
     def exchange(self, step: int, own: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-        """Posts this host's measurements of a log line; on host 0, returns those of all hosts.
+        """Posts this host's measurements of a log line (from `own`); on host 0, returns those of all hosts.
+
+        A step that is not after the last one means that all hosts have rolled back; lines from before and after a
+        rollback are not compared.
 
         Returns:
           On host 0, the step of the latest line that all hosts have posted, and its values:
           `hosts/step_seconds/host_2` and `hosts/own_seconds/host_2` (work and wait for data, without the devices), the
-          `…_spread` of each between hosts, `hosts/slowest`, and `hbm_gib/host_2/chip_5` if it has changed. No values on
-          other hosts, or if there is no new line. A step that is not after the last one means that all hosts have
-          rolled back; lines from before and after a rollback are not compared.
+          `…_spread` of each between hosts, `hosts/slowest`, and `hbm_gib/host_2/chip_5` if it has changed. On other
+          hosts, or if there is no new line: `step` and no values.
         """
         if self._latest and step <= max(self._latest):
             self._latest, self._compared, self._times_back = {}, -1, self._times_back + 1

@@ -39,7 +39,7 @@ Say = Callable[[int, str, str], None]  # (step, name of the metric that becomes 
 
 
 class Compiled(Hook):
-    """Reports the process's compilations after the first step, and again after a step that compiled more."""
+    """Reports the process's compilations after the first step, and after later steps if there are more by then."""
 
     def __init__(self, write: Callable[[int, compilation.Totals], None]):
         """Takes `write(step, totals)`, which is called with the compilations of the process so far."""
@@ -54,7 +54,7 @@ class Compiled(Hook):
 
 
 class Log(Hook):
-    """Writes the metrics of every `every`-th step.
+    """Writes the metrics of the first step of this start, of every `every`-th step and of the last one.
 
     Loss, learning rate and gradient norm are those of the step. Rates and the model's own metrics are means over all
     steps since the last line; a metric whose weight is 0 in these steps is left out.
@@ -63,7 +63,8 @@ class Log(Hook):
     def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
         """Takes `write(step, values)`: values are metrics, tokens_per_second, and step_seconds with its parts.
 
-        A step has `items_per_step` tokens. `last_step` is written, too; None: only if it is a multiple of `every`.
+        A step has `items_per_step` tokens. `last_step` is the last step of the run; None: unknown, so it is
+        written only if it is a multiple of `every`.
         """
         self._write = write
         self._every = every
@@ -76,7 +77,7 @@ class Log(Hook):
         self._started = False
 
     def after_step(self, report: StepReport) -> None:
-        """Writes at the first and the last step and at multiples of `every`."""
+        """Writes if the step is due."""
         self._seconds.append(report.seconds)
         self._waits.append(report.input_wait_seconds)
         self._on_devices.append(report.device_seconds)
@@ -104,20 +105,20 @@ def _mean(values: Sequence[float]) -> float:
 class Meet(Hook):
     """Waits for all hosts before they evaluate or save together; must precede the hooks that do.
 
-    If a host does not come, the error names it and what the others wait for, instead of a collective that hangs.
+    If a host does not come, an error names it and what the others wait for; without this hook, a collective would hang.
     """
 
     def __init__(self, purposes: Mapping[str, Hook], *, timeout_seconds: float):
-        """Takes the hooks to wait for, by what they do, such as `evaluation`, and how long to wait for other hosts."""
+        """Takes the hooks that need all hosts, by what they do, such as `evaluation`; and how long to wait."""
         self._purposes, self._timeout_seconds = purposes, timeout_seconds
         self._meetings = 0  # numbered, because a step may be repeated after a rollback
 
     def needs_state(self, step: int) -> bool:
-        """Returns True if one of the hooks does."""
+        """Returns True if one of the given hooks needs the state."""
         return any(hook.needs_state(step) for hook in self._purposes.values())
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Waits. Raises TimeoutError naming the hosts that did not come."""
+        """Waits for all hosts. Raises TimeoutError if some do not come in time."""
         del state
         self._meetings += 1
         why = " and ".join(name for name, hook in self._purposes.items() if hook.needs_state(step))
@@ -130,14 +131,14 @@ class Meet(Hook):
 class Checkpoints(Protocol):
     """Interface of what `Save` and `SaveParams` write to; `core.checkpoints.store.Checkpoints` implements it.
 
-    All hosts call the methods in order, except `costs`.
+    All hosts call the methods in the same order, except `check` and `costs`.
     """
 
     def check(self) -> None:
-        """Raises an error if the current save has failed on any host."""
+        """Raises RuntimeError if the current save is known to have failed on any host. Does not wait."""
 
     def wait(self) -> None:
-        """Waits until the last save is complete. Raises RuntimeError if it fails."""
+        """Waits until the last save, if there is one, is complete. Raises RuntimeError if it fails."""
 
     def save(self, step: int, *, state: TrainState, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
         """Starts an asynchronous save.
@@ -146,7 +147,7 @@ class Checkpoints(Protocol):
           step: the number of steps done.
           state: the state after them.
           data: positions of the data streams whose first row this host owns, by name.
-          meta: metadata of the run, as JSON.
+          meta: metadata of the run, as values that JSON can hold.
         """
 
     def save_params(self, step: int, params: Params, meta: Mapping[str, Any]) -> None:
@@ -183,9 +184,9 @@ class Save(Hook):
     ):
         """Takes a run's `Checkpoints`, the prefetcher's `position`, the metadata to store, and when a save is due.
 
-        `costs.add(cost)` is called for each completed save, `costs.end()` after the last. `check()` is called before
-        anything is written, and raises an error if nothing must be. `say(text)` reports a save after an error.
-        `evaluated(step)` returns further metadata of a step that was evaluated.
+        `costs.add(cost)` is called for each completed save, `costs.end()` after the last. `check()` is called before a
+        save starts, and raises an error if nothing may be written. `say(text)` reports a save after an error.
+        `evaluated(step)` returns further metadata of a step, such as its validation metrics.
         """
         self._checkpoints = checkpoints
         self._position = position
@@ -198,7 +199,7 @@ class Save(Hook):
         self._step_seconds = 0.0
 
     def before_step(self, step: int) -> None:
-        """Raises an error if the current save has failed on any host."""
+        """Raises RuntimeError if the current save is known to have failed on any host."""
         if self._saved_step is None:
             self._saved_step = step - 1  # where the run starts
         self._checkpoints.check()
@@ -222,16 +223,17 @@ class Save(Hook):
         self._step_seconds = report.seconds
 
     def on_error(self, error: Exception, last: trainer.LastStep) -> None:
-        """Saves the last complete step, if the state is intact and finite and all hosts ended at this step.
+        """Saves the last step, if its state is intact, finite and not yet saved, and all hosts ended at this step.
 
-        Errors with the attribute `ends_without_save` save nothing: the state was saved, is not finite, or cannot be
-        written. A step whose update was skipped for a non-finite loss left the state finite.
+        Nothing is saved after an error with the attribute `ends_without_save` (the state was saved, is not finite, or
+        cannot be written), or after one that the loss of another host can cause. A step whose update was skipped for a
+        non-finite loss left the state finite.
 
         A save needs all hosts, and hosts that still wait in a collective cannot be interrupted. So each host that
         raised waits some seconds for the others, in a barrier that either all pass or none.
 
         Raises:
-          RuntimeError: the state could not be saved.
+          RuntimeError: the state is not finite, a host is missing, or the save failed.
         """
         if getattr(error, "ends_without_save", False) or last.state is None or last.step == self._saved_step:
             return
@@ -261,7 +263,7 @@ class Save(Hook):
             raise RuntimeError(f"no checkpoint of step {step} was saved, which needs all hosts: {missing}") from None
 
     def close(self) -> None:
-        """Waits for the last save, and raises its error."""
+        """Waits for the last save, and reports what the saves cost. Raises RuntimeError if the save fails."""
         with activity.enter(activity.SAVING):
             self._checkpoints.wait()
         self._tell()
@@ -286,7 +288,7 @@ class SaveParams(Hook):
         due: Callable[[int], bool],
         check: Callable[[], None] = lambda: None,
     ):
-        """Takes `evaluated(state)`, which returns the parameters to save; other arguments are those of `Save`."""
+        """Takes `evaluated(state)`, which returns the parameters to save; the other arguments are as in `Save`."""
         self._checkpoints, self._evaluated, self._meta = checkpoints, evaluated, meta
         self._due, self._check = due, check
 
@@ -330,12 +332,12 @@ class StopWhenPreempted(Hook):
         self._stopping = self._stopping or self._preempted(step)
 
     def needs_state(self, step: int) -> bool:
-        """Returns True if this step is the last."""
+        """Returns True if the run ends after this step, because of a preemption."""
         del step
         return self._stopping
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Raises PreemptedError; the state has been saved."""
+        """Raises PreemptedError; `Save`, which precedes, has saved the state."""
         del state
         raise PreemptedError(
             f"saved a checkpoint at step {step}; run the same command to resume",
@@ -380,7 +382,7 @@ class NonFiniteLossError(RuntimeError):
     """The loss or the gradient is NaN or infinite.
 
     Attributes:
-      step: the step.
+      step: the number of the step.
     """
 
     exit_code = exit_codes.NON_FINITE
@@ -420,7 +422,7 @@ class Stop(Hook):
 
 
 class Skip(Hook):
-    """Reports every skipped update, and ends the run after too many in a row."""
+    """Reports every skipped update, and ends the run after MOST_SKIPPED in a row."""
 
     def __init__(self, say: Say):
         """Takes `say(step, metric, sentence)`, which is called for every skipped update."""
@@ -428,7 +430,7 @@ class Skip(Hook):
         self._in_a_row = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError if too many updates in a row were skipped."""
+        """Raises NonFiniteLossError if this was the last of MOST_SKIPPED skipped updates in a row."""
         if not report.metrics[SKIPPED]:
             self._in_a_row = 0
             return
@@ -444,7 +446,7 @@ class Skip(Hook):
 
 
 class RollBack(Hook):
-    """Makes the loop continue from the newest checkpoint, and ends the run after several times without progress."""
+    """Makes the loop continue from the newest checkpoint, at most MOST_ROLLED_BACK times without progress."""
 
     def __init__(self, say: Say):
         """Takes `say(step, metric, sentence)`, which is called for every rollback."""
@@ -455,7 +457,7 @@ class RollBack(Hook):
     def after_step(self, report: StepReport) -> None:
         """Raises RollBackError at a non-finite loss or gradient norm.
 
-        After too many rollbacks without progress, it raises NonFiniteLossError instead.
+        After MOST_ROLLED_BACK rollbacks without progress, it raises NonFiniteLossError instead, which ends the run.
         """
         if not (bad := non_finite(report.metrics)):
             if report.step > self._failed_at:

@@ -2,8 +2,8 @@
 
 Host 0 alone writes the metrics of the run; every host writes its own measurements to a separate file. Event files
 and JSON lines are appended to, which a bucket does not support: for a gs:// run directory they are written to a local
-folder, and whole files are copied every 30 s and at `close`. A crash may lose the last seconds of metrics in the
-bucket. A full disk or an unreachable bucket delays the writes and never ends a run.
+folder, and whole files are copied at most every 30 s and at `close`. A crash may lose the latest metrics in the bucket.
+A disk that becomes full or a bucket that cannot be reached delays these writes and does not end the run.
 """
 
 import dataclasses
@@ -75,14 +75,14 @@ class Writer(Protocol):
         """Records a text, such as the configuration."""
 
     def flush(self) -> None:
-        """Writes all recorded values, so that readers see them."""
+        """Writes recorded values where readers see them; into a bucket, at most every 30 s."""
 
     def close(self) -> None:
         """Flushes and releases; a second call does nothing."""
 
 
 class Writers:
-    """Combines several writers. Hosts other than host 0 have an empty one, which records nothing."""
+    """Combines several writers; with none, it records nothing."""
 
     def __init__(self, writers: Sequence[Writer] = ()):
         self._writers = tuple(writers)
@@ -98,12 +98,12 @@ class Writers:
             writer.text(tag, text, step=step)
 
     def flush(self) -> None:
-        """Writes all recorded values, so that readers see them."""
+        """Flushes every writer."""
         for writer in self._writers:
             writer.flush()
 
     def close(self) -> None:
-        """Flushes and releases; a second call does nothing."""
+        """Closes every writer; a second call does nothing."""
         for writer in self._writers:
             writer.close()
 
@@ -114,8 +114,8 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
     Args:
       run_dir: local or gs://.
       is_host_zero: whether this host writes.
-      first_step: the step at which the run resumes. If the run repeats steps, TensorBoard hides the earlier records of
-        them, JSON lines keeps both, of which readers use the later, and Weights & Biases keeps only the earlier.
+      first_step: the step at which the run resumes; 0: it starts. Of steps that the run repeats, TensorBoard hides the
+        earlier records, JSON lines keeps both (`read` uses the later), and Weights & Biases keeps only the earlier.
       wandb_project: a project of Weights & Biases; empty: do not use it.
 
     Raises:
@@ -142,7 +142,7 @@ class TensorBoard:
     """Writes TensorBoard's event files, without TensorFlow."""
 
     def __init__(self, directory: paths.Path, *, first_step: int = 0):
-        """Opens a new event file in `directory`; events of earlier files from `first_step` on are hidden."""
+        """Opens a new event file in `directory`; hides events of earlier files from `first_step` on, unless it is 0."""
         import tensorboardX  # imported here because it takes 0.3 s, which other hosts need not spend
         from tensorboardX import record_writer
 
@@ -172,7 +172,7 @@ class TensorBoard:
         self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
 
     def flush(self) -> None:
-        """Writes all recorded values, so that readers see them."""
+        """Writes recorded values into the event file, and copies it to a bucket at most every 30 s."""
         self._events.flush()
         self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 
@@ -220,7 +220,7 @@ class JsonLines:
         self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
 
     def flush(self) -> None:
-        """Writes all recorded values, so that readers see them."""
+        """Writes recorded values into the file, and copies it to a bucket at most every 30 s."""
         self._file.flush()
         self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 
@@ -233,11 +233,7 @@ class JsonLines:
 
 
 def require_wandb(project: str) -> None:
-    """Checks that Weights & Biases is installed if a project is named.
-
-    Raises:
-      UserError: it is not installed; says what to do.
-    """
+    """Raises UserError if a project is named and the package of Weights & Biases is not installed."""
     if project:
         extras.require("wandb", extra="wandb", what=f"settings.Logging.wandb_project = {project!r}")
 
@@ -246,7 +242,8 @@ class WeightsAndBiases:
     """Writes to Weights & Biases; a run directory is one run there, however often it is resumed.
 
     The library reads its own environment variables: WANDB_API_KEY for the login, and WANDB_MODE=offline to keep
-    everything in RUN/wandb until `wandb sync`.
+    everything in RUN/wandb until `wandb sync`. For a run directory in a bucket, its files are in a temporary folder
+    instead, which `close` removes.
     """
 
     def __init__(self, project: str, *, run_dir: str):
@@ -293,7 +290,7 @@ class Mirror:
     """A local folder for files that are appended to, copied to the destination if that is a bucket.
 
     Attributes:
-      folder: where to write: the destination itself if it is local.
+      folder: where to write: the destination itself, or a temporary folder if files are copied.
     """
 
     def __init__(self, destination: paths.Path, *, fetch: str | None = None, copies: bool | None = None):
@@ -302,7 +299,7 @@ class Mirror:
         Args:
           destination: local or gs://.
           fetch: the name of a file to continue, if it exists.
-          copies: whether to write to a temporary folder and copy; None: if the destination is in a bucket.
+          copies: whether to write to a temporary folder and copy; None: only if the destination is in a bucket.
         """
         self._destination = destination
         self._bookkeeping = bookkeeping.Bookkeeping(os.fspath(destination))
@@ -319,7 +316,10 @@ class Mirror:
             (self.folder / fetch).write_bytes((destination / fetch).read_bytes())
 
     def push(self, *, least_seconds: float = 0.0) -> None:
-        """Copies the files that grew since the last call; does nothing within `least_seconds` of it. Never raises."""
+        """Copies the files whose size has changed; does nothing within `least_seconds` of the last attempt.
+
+        An error is only printed.
+        """
         if self._temporary is not None and time.monotonic() - self._pushed_at >= least_seconds:
             self._pushed_at = time.monotonic()
             self._bookkeeping.attempt(self._copy)
@@ -332,7 +332,7 @@ class Mirror:
                 self._pushed[file.name] = size_bytes
 
     def close(self) -> None:
-        """Copies a last time and removes the local folder."""
+        """Copies a last time, and removes the temporary folder; does nothing if files are not copied."""
         self.push()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -345,7 +345,7 @@ class RunMetrics:
 
     Attributes:
       step: the last recorded step; 0 if there is none.
-      by_step: metrics of training and validation, by step.
+      by_step: numbers recorded for each step, by name; values that are not finite are left out.
       texts: recorded texts, by tag.
     """
 
@@ -363,7 +363,7 @@ class RunMetrics:
         return found[-1][1] if found else None
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Returns the step and value of the maximum, of equal values the earliest; None if there is no value."""
+        """Returns the step and value of a metric's maximum, the earliest of equal ones; None if there is none."""
         return max(self.curve(name), key=lambda point: (point[1], -point[0]), default=None)
 
     def first_at(self, name: str, *, least: float) -> int | None:
@@ -379,7 +379,8 @@ class RunMetrics:
 def read(run_dir: str) -> RunMetrics:
     """Reads the metrics of a run; empty if it recorded none.
 
-    If a step was recorded twice, the later line wins; an incomplete last line is skipped.
+    If a metric was recorded twice for a step, the later value wins. Malformed lines are skipped, such as an incomplete
+    last one.
     """
     file = paths.resolve(run_dir) / JSONL_NAME
     if not file.exists():

@@ -89,7 +89,11 @@ class Prefetch:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next device batch. Raises an error of the thread after the batches before it."""
+        """Returns the next device batch.
+
+        An error of the thread, StopIteration at the end of the data included, is raised after the batches before it.
+        RuntimeError is raised after `close`, if no batch is left.
+        """
         if self._failed is None:
             began = time.monotonic()
             item = self._take()
@@ -106,7 +110,7 @@ class Prefetch:
         return {name: offset + snapshot for name, snapshot in self._position.snapshot.items()}
 
     def close(self) -> None:
-        """Stops the thread and drops the prefetched batches."""
+        """Stops the thread; waits for it at most 10 s."""
         self._closing.set()
         self._thread.join(_JOIN_SECONDS)
         if self._thread.is_alive():

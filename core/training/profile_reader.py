@@ -6,7 +6,7 @@ each stream, whose kernels carry the `hlo_op` that they are part of. CPU devices
 operations are events of the threads in /host:CPU that carry an `hlo_op`. Steps on GPUs and CPUs are the training loop's
 own annotations. All are returned in the same form.
 
-The names of planes and lines of TPUs and GPUs come from the profiler's documentation; neither was tried.
+The names of planes and lines of TPUs and GPUs come from the profiler's documentation; no profile of one was read.
 """
 
 import collections
@@ -28,7 +28,7 @@ _NAME = re.compile(r"%?([\w-]+)")
 
 
 class Operation(NamedTuple):
-    """All executions of the operations with one name, on all chips of a host.
+    """All executions of the operations with one name, on all chips of a host, or of all hosts (`merged_operations`).
 
     Attributes:
       name: name without its number, such as `all-gather`.
@@ -48,7 +48,7 @@ class HostProfile(NamedTuple):
 
     Attributes:
       name: name of the file, such as `hostname-p2`.
-      process: index of the process, 2 in this example.
+      process: index of the process, 2 in this example; 0 if the name has none.
       chips: number of chips with a plane, or of CPU devices that ran operations.
       from_chips: whether steps and operations come from planes of chips.
       starts: when each step began, by step number, in seconds since 1970 by this host's clock.
@@ -74,7 +74,10 @@ class HostProfile(NamedTuple):
 
     @property
     def collectives_share(self) -> float | None:
-        """Share of the operations' time that collectives take, including waits for chips; None without operations."""
+        """Share of the operations' time that is spent in collectives, which includes waiting for other chips.
+
+        None without operations.
+        """
         whole = sum(operation.seconds for operation in self.operations)
         return sum(o.seconds for o in self.operations if o.is_collective) / whole if whole else None
 
@@ -96,12 +99,16 @@ def sessions(run_dir: str) -> list[str]:
 
 
 def _number(session: str) -> int:
-    """Returns the first step of a session named `step_100`; -1 for a name without a number."""
+    """Returns the first number in a session's name, such as the step in `step_100`; -1 if there is none."""
     return int(found[0]) if (found := re.findall(r"\d+", session)) else -1
 
 
 def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[HostProfile]]:
-    """Returns the name of a session, the latest by default, and the profiles of its hosts, ordered by process.
+    """Returns the name of a session, and the profiles of its hosts, ordered by process.
+
+    Args:
+      run_dir: local or gs://.
+      session: name of the session; None: the one with the latest steps.
 
     Raises:
       UserError: there is no such session, or it is empty.
@@ -159,7 +166,7 @@ def skew_seconds(hosts: Sequence[HostProfile]) -> tuple[float, HostProfile] | No
     """Returns the mean skew between hosts, and the host that starts steps latest on average.
 
     The skew of a step is the time between the first and the last host's start, each by the host's own clock. Returns
-    None if fewer than two hosts have a step in common.
+    None for fewer than two hosts, or if no step is in the profiles of all.
     """
     common = set.intersection(*(set(host.starts) for host in hosts)) if len(hosts) > 1 else set()
     if not common:
@@ -175,7 +182,7 @@ def skew_seconds(hosts: Sequence[HostProfile]) -> tuple[float, HostProfile] | No
 
 
 def merged_operations(hosts: Sequence[HostProfile]) -> list[Operation]:
-    """Returns the operations of all hosts together, in descending order of time."""
+    """Returns the operations of all hosts, added by name, in descending order of time."""
     by_name: dict[str, Operation] = {}
     for host in hosts:
         for row in host.operations:
@@ -185,13 +192,13 @@ def merged_operations(hosts: Sequence[HostProfile]) -> list[Operation]:
 
 
 def began(planes: Sequence[Any]) -> float:
-    """Returns when the trace began, in seconds since 1970; 0 if not recorded."""
+    """Returns when the trace with these planes began, in seconds since 1970; 0 if it was not recorded."""
     stats = {key: value for plane in planes if plane.name == "Task Environment" for key, value in plane.stats}
     return stats.get("profile_start_time", 0) / 1e9
 
 
 def base_name(text: str) -> str:
-    """Returns the name of an operation without its number, such as all-gather for `%all-gather.7 = …`."""
+    """Returns the name of an operation without its number: `all-gather` for `%all-gather.7 = …`."""
     found = _NAME.match(text)
     return found[1] if found else text
 
@@ -215,7 +222,7 @@ def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """Returns, by step, when the loop began it and, the same for all steps, when it last finished one, in ns."""
+    """Returns (start, end) by step, in ns: when the loop began the step, and when it finished the last of all steps."""
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 

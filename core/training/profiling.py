@@ -94,7 +94,7 @@ class Requests:
         self._thread.start()
 
     def asked(self, step: int) -> Window | None:
-        """Returns the window that `step` belongs to, once, otherwise None. Called before every step; does not wait."""
+        """Returns the window that `step` belongs to, once; otherwise None. Called before every step; does not wait."""
         self._steps.append((step, time.monotonic()))
         found = self._waiting
         if found is None or step < found.first_step:
@@ -111,7 +111,7 @@ class Requests:
         self._say_done(f"began {units.counted(self._late_by, 'step')} late" if self._late_by else "")
 
     def close(self) -> None:
-        """Ends the thread; host 0 waits briefly for profiles that other hosts are still writing."""
+        """Ends the thread; host 0 waits up to 10 s for profiles that other hosts are still writing."""
         self._closing.set()
         self._thread.join(_CLOSING_SECONDS + 1.0)
 
@@ -185,7 +185,7 @@ class Asks(Protocol):
     """Interface of the profile requests of a run; `Requests` implements it."""
 
     def asked(self, step: int) -> Window | None:
-        """Returns the window that `step` belongs to, once, otherwise None. Called before every step; does not wait."""
+        """Returns the window that `step` belongs to, once; otherwise None. Called before every step; does not wait."""
 
     def done(self) -> None:
         """Reports that this host has written the requested profile."""
@@ -199,7 +199,10 @@ class Stops(Protocol):
 
 
 class Profile(Hook):
-    """Profiles windows of steps: those of the configuration and those requested while the run trains."""
+    """Profiles windows of steps: those of the configuration and those requested while the run trains.
+
+    No window begins while another is open.
+    """
 
     def __init__(self, start: Callable[[int], Stops], requests: Asks, *, at: Sequence[int] = (), num_steps: int = 3):
         """Profiles windows of `num_steps` at the given steps, and the requested ones.

@@ -95,10 +95,10 @@ def _range(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 class Compare(Hook):
-    """A hook that reports the fingerprints of this host's replicated shards every `every` steps."""
+    """A hook that reports fingerprints of this host's replicated shards, and metrics, at every `every`-th step."""
 
     def __init__(self, hand_over: Callable[[int, Numbers], None], *, every: int):
-        """Takes `hand_over(step, numbers)`, which is called one step later with the fingerprints."""
+        """Takes `hand_over(step, numbers)`, which gets the fingerprints of a step when the next step is done."""
         self._hand_over = hand_over
         self._every = every
         self._replicas: Replicas | None = None
@@ -110,7 +110,7 @@ class Compare(Hook):
         return step % self._every == 0
 
     def after_step(self, report: StepReport) -> None:
-        """Reports the previous step's fingerprints, and keeps the metrics of a step that will be compared."""
+        """Hands over the fingerprints that wait, and keeps the metrics of a step that will be compared."""
         self._flush()
         if self.needs_state(report.step):
             self._metrics = {f"metrics/{name}": [value.hex()] for name, value in report.metrics.items()}
@@ -121,7 +121,7 @@ class Compare(Hook):
         self._pending = step, self._replicas.hash(state)
 
     def close(self) -> None:
-        """Passes on the last fingerprints."""
+        """Hands over the fingerprints that wait."""
         self._flush()
 
     def _flush(self) -> None:

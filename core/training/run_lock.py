@@ -238,11 +238,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Context that raises LockLostError at its end if the lock was lost, in place of any other error.
-
-        Raises:
-          LockLostError: the lock was lost.
-        """
+        """Context that raises LockLostError at its end if the lock was lost, in place of any other Exception."""
         try:
             yield
         except Exception as error:

@@ -1,7 +1,7 @@
 """Scores checkpoints on held-out rows, and writes the scores to the run directory as JSON.
 
-The scores of one checkpoint are in step_N.json. Votes of several checkpoints together are an ensemble: their scores are
-in cumulative.json and labeled as such. Only the sum of the votes over checkpoints is kept, because the votes of one
+The scores of one checkpoint are in step_N.json. Votes of several checkpoints together are an ensemble, whose scores are
+in cumulative.json if they are asked for. Only the sum of the votes over checkpoints is kept, because the votes of one
 checkpoint can be hundreds of thousands of grids.
 """
 
@@ -113,11 +113,11 @@ class Scores:
       about: entries to write into every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
       judge: scores the answers; None: only loss and metrics are computed.
       checkpoints: the content of each step_N.json, in the order evaluated.
-      ensembles: the entries of cumulative.json.
+      ensembles: the entries of cumulative.json; empty unless ensembles are scored.
     """
 
     def __init__(self, run_dir: str, about: Mapping[str, Any], judge: AnswerJudge | None, *, cumulative: bool):
-        """Starts without scores; `cumulative`: also score the votes of the first two checkpoints, three, and so on."""
+        """Starts without scores; `cumulative`: for every N, also score the votes of the first N checkpoints."""
         self.about, self.judge = about, judge
         self.checkpoints: list[Mapping[str, Any]] = []
         self.ensembles: list[Mapping[str, Any]] = []
@@ -133,7 +133,7 @@ class Scores:
         Host 0 writes the score at once: the next checkpoint may take hours.
 
         Args:
-          program: model and layout.
+          program: the model, bound to devices.
           checkpoints: checkpoints of the run.
           step: step of the checkpoint.
           held_out: rows to evaluate.
@@ -192,7 +192,10 @@ class Scores:
         paths.write_text_atomically(self._folder / name, json.dumps(value, indent=1) + "\n")
 
     def submission(self) -> str:
-        """Returns the judge's attempts for every test as JSON, from the votes of all checkpoints together."""
+        """Returns the judge's attempts for every test as JSON text, from the votes of all checkpoints together.
+
+        Requires a judge; on host 0 only.
+        """
         assert self.judge is not None
         return json.dumps(self.judge.submission(self._votes)) + "\n"
 
@@ -203,7 +206,7 @@ class Scores:
 
     @property
     def of(self) -> str:
-        """Names the evaluated checkpoints, for headings."""
+        """Names the evaluated checkpoints, such as `steps 100, 200 together`, for headings."""
         steps = ", ".join(f"{step:,}" for step in self.steps)
         return f"step {steps}" if len(self.checkpoints) == 1 else f"steps {steps} together"
 

@@ -35,7 +35,7 @@ def supervise(
     Args:
       attempt: runs to the end and returns an exit code.
       restarts: how many restarts without progress to allow; 0 for none.
-      newest_step: returns the newest checkpointed step, or None.
+      newest_step: returns the newest step with a checkpoint; None if there is none.
       requested: gets an exit code when this process is asked to stop; nothing is started after that.
       ending: returns the meaning of an exit code, and whether a restart can help.
       first_pause_seconds: pause before the first restart; it doubles with each restart without progress.
@@ -128,7 +128,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def waited(seconds: float, requested: Sequence[int]) -> bool:
-    """Sleeps; returns False, early, if a stop is requested."""
+    """Sleeps for `seconds` and returns True; ends early and returns False if a stop is requested."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not requested:
         time.sleep(min(_POLL_SECONDS, seconds))

@@ -8,8 +8,8 @@ n + 1 starts; a non-finite loss is then detected before it is saved.
     …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
 
 A hook that finds a step to be wrong raises `RollBackError`; the loop then restores an earlier state and continues. The
-data is never rewound: the wrong batch and the one after it, already dispatched by then, are dropped, and later
-checkpoints store the position that the data has reached.
+data is never rewound: the wrong batch, and the next one if it was dispatched by then, are dropped. Later checkpoints
+store the position that the data has reached.
 
 The loop records its current activity in `core.hosts.activity`, for the hosts that monitor one another.
 """
@@ -57,10 +57,11 @@ class StepReport(NamedTuple):
       metrics: scalar metrics of this step.
       sums: the model's metrics of this step as sums with weights, which may be 0; in steps that compute them, also the
         statistics of the update.
-      seconds: time since the end of the previous step; for the first step, since its dispatch (includes compilation).
-      input_wait_seconds: the part of it during which the host waited for its batch.
-      device_seconds: the part of it during which the host dispatched the step and waited for its result; the rest is
-        work of the host itself.
+      seconds: time since the end of the previous step and of the hooks' work at a boundary after it. For the first step
+        of the loop, and the first after a rollback, since the loop began (includes compilation).
+      input_wait_seconds: how long the host waited for the batch of this step.
+      device_seconds: how long, in `seconds`, the host dispatched steps and waited for their results. What then remains
+        is work of the host itself.
     """
 
     step: int
@@ -79,10 +80,11 @@ class LastStep(NamedTuple):
     """Where an exception ended the training loop.
 
     Attributes:
-      step: the last step that was dispatched.
+      step: the last step that was dispatched; if there is none, that of the initial state.
       state: the state after it, if the position in the data belongs to it too; None if the exception came between
         taking a batch and dispatching its step, or if the arrays were donated.
-      metrics: returns the metrics of the step; waits for the devices, so with several hosts only if all of them do.
+      metrics: returns the metrics of the step, which needs every host to have dispatched it, and waits for the devices;
+        {} if none was dispatched.
     """
 
     step: int
@@ -303,7 +305,7 @@ def train(
       train_step: runs one step; donates the state.
       batches: batches at the position that belongs to `state`.
       state: the initial state; donated.
-      total_steps: number of the last step.
+      total_steps: number of the last step; nothing is done if `state.step` is not below it.
       hooks: called in this order.
       statistics: the step that also computes statistics of the update; None: no step does.
       restore: returns the state of the newest checkpoint, or a fresh one if there is none; None: a `RollBackError` ends
