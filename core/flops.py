@@ -15,7 +15,7 @@ def per_token(
     """Returns the FLOPs of a training step per token, without recomputation.
 
     For the gradient of every matrix that it trains, the model counts 2 FLOPs per entry and token. Those of the matrices
-    in `frozen` are subtracted.
+    in `frozen` are subtracted, except for experts.
 
     Args:
       model: the model.

@@ -262,10 +262,10 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains the sharding of `x` by the strategy's activation table; returns `x` unchanged if there is none.
+    """Constrains the sharding of `x` by the strategy's table of activations.
 
-    Works under jit, under `vmap(..., spmd_axis_name)` and inside a partly manual `shard_map`: only mesh axes that are
-    still automatic are used.
+    Returns `x` unchanged without a strategy or a mesh. Works under jit, under `vmap(..., spmd_axis_name)` and inside a
+    partly manual `shard_map`: only mesh axes that are still automatic are used.
 
     Raises:
       UserError: the number of names is not the rank of x, a name is unknown, the table lacks a name or gives two
@@ -285,7 +285,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 def constrain_stored(x: jax.Array, axes: Axes) -> jax.Array:
     """Constrains the sharding of a parameter by the strategy's table of stored parameters, over automatic mesh axes.
 
-    Returns `x` unchanged without a strategy.
+    Returns `x` unchanged without a strategy or a mesh.
 
     Raises UserError as `partition_spec`.
     """
@@ -318,7 +318,7 @@ def automatic_axes() -> set[str]:
 
 
 def activation_spec(*names: str | None) -> PartitionSpec | None:
-    """Returns the spec of an activation with these axes over automatic mesh axes; None without a strategy.
+    """Returns the spec of an activation with these axes over automatic mesh axes; None without a strategy or mesh.
 
     Raises UserError as `partition_spec`.
     """
@@ -355,7 +355,7 @@ def lookup_specs(table: tuple[str | None, str], rows: Sequence[str | None]) -> L
       rows: logical axes of the indices.
 
     Returns:
-      The layouts over automatic mesh axes. None without a strategy, and for a table that is sharded over both
+      The layouts over automatic mesh axes. None without a strategy or a mesh, and for a table that is sharded over both
       dimensions inside a region that is manual over some mesh axes: XLA for TPU crashes when it partitions that sum.
 
     Raises:
@@ -468,7 +468,7 @@ def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -
 
     Raises:
       UserError: an unknown axis; in `fn`, a parameter with another number of dimensions than axes, or Haiku state. A
-        parameter that no pattern matches is refused by `abstract_init`.
+        parameter that no pattern matches is an error in `abstract_init`.
     """
     specs = {}
     for pattern, entry in table.items():

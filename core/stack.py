@@ -13,12 +13,12 @@ microbatches.
     out       tree of outputs of a layer, each stacked [L, ...] (a cache, statistics) or summed over layers (auxiliary
               losses); a block without outputs returns x alone
 
-A block may depend only on its parameters and these arguments. A block that closes over another array is refused,
+A block may depend only on its parameters and these arguments. A block that closes over another array is an error,
 because a runner could not split that array.
 
 A summed output is a sum over rows, in float32: pipelines compute it per microbatch and add. What belongs to rows and
 adds up over layers, such as log-probabilities [B], is part of x. A product of means over the batch is not a sum over
-rows: compute balancing losses per row. Pipelines refuse the gradient of stacked outputs.
+rows: compute balancing losses per row. Pipelines do not support the gradient of stacked outputs.
 
 With `tail=` the head and the loss of a microbatch run directly after the last layer, as needed by schedules that start
 the backward pass of one microbatch before the forward pass of the next. A tail returns sums over rows, which are added
@@ -304,7 +304,6 @@ class _Block:
         return functools.partial(self.transformed.init, **self._keywords(kind))
 
     def apply(self, layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
-        """Runs one layer."""
         inputs = (layer.inputs,) if jax.tree.leaves(layer.inputs) else ()
         out = self.transformed.apply(layer.params, layer.key, x, side, *inputs, **self._keywords(kind))
         return (out, Outputs()) if self.outputs is None else _split(out, self.outputs)
@@ -345,7 +344,6 @@ class _Group:
         return init_each
 
     def apply(self, layer: Layer, x: Stream, side: Side, kinds: tuple[Kind, ...]) -> tuple[Stream, Outputs]:
-        """Runs the layers."""
         return self._run([functools.partial(self.one.apply, kind=kind) for kind in kinds], layer, x, side)
 
     def rematerialized(self, remat: Remat, kinds: tuple[Kind, ...], *, in_loop: bool) -> Callable:
@@ -579,7 +577,7 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
 def _trace(
     fn: Callable, layer: Layer, x: Stream, side: Side, kinds: Sequence[Kind]
 ) -> tuple[list[ClosedJaxpr], Outputs]:
-    """Returns traces of one layer of each kind, and shapes of its outputs; refuses blocks that cannot be split."""
+    """Returns traces of one layer of each kind, and shapes of its outputs. Raises UserError as `stack_checks`."""
     traced, results = [], []
     for kind in dict.fromkeys(kinds):
         one, (after, out) = jax.make_jaxpr(lambda *args, k=kind: fn(*args, k), return_shape=True)(layer, x, side)

@@ -1,8 +1,8 @@
 """Reads the arrays of a saved step, written by any number of hosts and with any mesh.
 
 `read_arrays` puts a host's shards on its devices. `Arrays.blocks` needs no accelerator and no model: it yields an array
-block by block on a single machine, so a step can be read while a job runs. A block is the shard that one device wrote;
-only a few are in memory at a time, so the step may be larger than the machine's memory.
+block by block on a single machine, so a step can be read while a run trains. A block is the shard that one device
+wrote; only a few are in memory at a time, so the step may be larger than the machine's memory.
 
 Both read the same files and no others, so that they agree on whether a step is intact. Orbax's metadata of the tree and
 of shardings may be damaged or missing: the metadata of the step, which has a checksum, says the same.

@@ -79,7 +79,7 @@ class Kept:
     """Decides which steps are kept: the latest and, with a metric, the best one."""
 
     def __init__(self, latest: int, metric: Metric | None = None, known: Mapping[int, float] | None = None):
-        """Takes the number of latest steps to keep; a metric, or None to keep no other; and its values so far, by step."""
+        """Takes the number of latest steps to keep; a metric, or None to keep no others; its values so far, by step."""
         self._latest, self._metric, self._known = latest, metric, dict(known or {})
 
     def saving(self, step: int, meta: Mapping[str, Any]) -> None:

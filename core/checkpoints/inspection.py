@@ -66,7 +66,7 @@ class Verification(NamedTuple):
     Attributes:
       step: number of the step.
       damaged: one line for each part that differs from what was saved; empty if the step is intact.
-      arrays: number of arrays that the step contains; 0 if its metadata is damaged.
+      arrays: number of arrays that the step contains, by its metadata; 0 if that is damaged.
       read_bytes: size of these arrays in memory, in bytes.
       seconds: how long reading took.
       note: what could not be checked; "" if nothing.

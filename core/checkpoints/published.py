@@ -382,7 +382,7 @@ def tensors_of(
       dtype: dtype of the tensors whose source names none.
 
     Raises:
-      UserError: a number is beyond the range of the dtype.
+      UserError: a finite number is beyond the range of the dtype of its tensor.
     """
     parts: dict[str, list[tuple[str, tuple[int, ...], _Parameter]]] = {}
     for path, parameter in _described(shapes, specs, sources, limits).items():

@@ -53,7 +53,7 @@ def small_files(text: str) -> paths.Path:
     """Returns the folder with the configuration and the tokenizer of a model, or its copy in the run (`use_copies`).
 
     Args:
-      text: a local path, gs:// or hf://.
+      text: a local path or gs://, of which nothing is checked; or hf://, which is downloaded.
 
     Raises:
       UserError: the name is malformed, the download failed, or the run directory cannot be read.
@@ -287,7 +287,7 @@ def push(folder: paths.Path, name: str) -> str:
       The address of the repository.
 
     Raises:
-      UserError: the name is malformed, or the hub refuses or cannot be reached; the folder stays as it is.
+      UserError: the name is malformed, or the upload failed; the folder stays as it is.
     """
     check_name(name)
     import huggingface_hub

@@ -84,7 +84,7 @@ def require_arrays(state: Any) -> None:
 
 
 class Unused(Problem):
-    """A problem with a checkpoint: a stored array that the model does not have."""
+    """A problem with a source of parameters: an array in it that the model does not have."""
 
 
 def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "in the checkpoint") -> list[Problem]:

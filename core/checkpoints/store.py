@@ -129,8 +129,8 @@ class Checkpoints:
     def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:
         """Waits for the previous save, then starts an asynchronous one of parameters alone, as `save` does.
 
-        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps. It must
-        have been opened with `keep_params`.
+        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps.
+        Requires `keep_params`.
         """
         assert self._params_kept is not None, "opened without keep_params"
         self.wait()
@@ -305,7 +305,8 @@ class Checkpoints:
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
         """Restores a step for evaluation, as `restore` does.
 
-        Returns None on every host if there is no such step: a running job may have removed it, even while it was read.
+        Returns None on every host if there is no such step: a run that is training may have removed it, even while it
+        was read.
 
         Raises:
           UserError: the step does not fit, as `restore` says, or is damaged.

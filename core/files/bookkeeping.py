@@ -40,7 +40,7 @@ class Appender:
     """
 
     def __init__(self, path: pathlib.Path, *, most_bytes: int | None = None):
-        """Opens or creates the file.
+        """Opens or creates the file; if that fails, every `flush` tries again.
 
         Args:
           path: path of the file.

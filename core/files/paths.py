@@ -136,7 +136,7 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file atomically: a reader sees the old text or the new one. Creates its folder if necessary.
 
-    Raises UserError if `resolve` refuses the path.
+    Raises UserError if the path is malformed (`resolve`).
     """
     write_bytes_atomically(path, text.encode())
 

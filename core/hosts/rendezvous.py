@@ -392,7 +392,7 @@ def _ask(call: _Call) -> Roll:
     """Connects to host 0 and waits for its reply; retries until the deadline, even if its name is not found yet.
 
     Raises:
-      UserError: host 0 refuses this host.
+      UserError: as `_read_reply`.
       TimeoutError: host 0 does not answer, or other hosts are missing.
     """
     failure = _NO_ANSWER
@@ -444,7 +444,7 @@ def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
     """Returns the addresses of all hosts from host 0's reply.
 
     Raises:
-      UserError: host 0 refuses this host, or the reply is unknown.
+      UserError: host 0 expects other hosts or has found different configurations, or the reply is unknown.
       TimeoutError: host 0 reports that hosts are missing.
     """
     this = f"host {call.index} of {call.count}"

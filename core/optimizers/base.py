@@ -1,7 +1,7 @@
 """The `Optimizer` that a training step uses, and the steps that all rules share.
 
-What an optimizer does to a parameter depends on its `ParamSpec`: norms and biases have no weight decay, parameters that
-are not trainable have no state. So it is first bound to the parameters of a model:
+What an optimizer does to a parameter depends on its `ParamSpec`: most do not decay norms and biases, and parameters
+that are not trainable have no state. So an optimizer is first bound to the parameters of a model:
 
     optimizer = adamw(learning_rate=constant(1e-3)).for_model(model, batch)
 
@@ -291,7 +291,7 @@ def from_optax(
     The transformation brings its own learning rate, weight decay and masks; nothing is added unless asked for. A
     training step passes gradients, parameters and `value`, the mean loss, to its update. It cannot pass functions that
     evaluate the loss again (`value_fn`, `obj_fn`, `grad_fn`), so transformations that need them, such as line searches
-    and second-order methods, are refused before the first step.
+    and second-order methods, cause an error before the first step.
 
     The learning rate is reported if the state contains it (`optax.inject_hyperparams`); otherwise it is known only
     inside the transformation, and steps have no metric `learning_rate`. Evaluation uses the averaged parameters of
@@ -339,7 +339,7 @@ def as_optimizer(given: Optimizer | Transformation) -> Optimizer:
 
 
 def _checked(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with an `init` that traces an update first, to refuse what a step cannot apply."""
+    """Returns the transformation with an `init` that first traces an update: UserError if a step cannot apply it."""
     rule = optax.with_extra_args_support(transformation)
 
     def init(params: Params) -> Any:
@@ -416,10 +416,10 @@ def state_axes(optimizer: Optimizer, shapes: Params) -> Any:
 def _surviving_axes(
     leaf: tuple[int, ...], param: tuple[int, ...], spec: ParamSpec, *, first: bool
 ) -> tuple[str | None, ...]:
-    """Returns the axes of a leaf from the shape and spec of its parameter.
+    """Returns the axes of a leaf from the shape and spec of its parameter; no named axes if the shapes are unrelated.
 
-    If the leaf lacks a dimension, it is the last one (or the first, if `first`) without which the sizes match.
-    Otherwise the leaf is one side of the parameter as a matrix, whose joined dimensions have the axis of the first.
+    A leaf that lacks a dimension lacks the last one (or the first, if `first`) without which the sizes match. A leaf
+    that is one side of the parameter as a matrix has the axis of the first of the joined dimensions.
     """
     names, stacked = spec.axes, spec.stacked
     if (leading := len(leaf) - len(param)) >= 0 and leaf[leading:] == param:

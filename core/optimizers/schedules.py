@@ -1,8 +1,8 @@
 """Learning rate schedules, and the ranges of hyperparameters.
 
 A schedule is a function of the number of steps done, which is 0 for the first update. A hyperparameter's name has the
-same meaning in all optimizers, so its range is defined once. Values out of range are refused when the configuration is
-read, before they could cause a NaN loss.
+same meaning in all optimizers, so its range is defined once. Values out of range cause an error when the configuration
+is read, before they could cause a NaN loss.
 """
 
 import math

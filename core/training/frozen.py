@@ -30,9 +30,9 @@ class HasBase(Protocol):
 
 
 def checksum(program: HasSpecs, params: Params) -> int | None:
-    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32, without those of kind "constant".
+    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32, except those of kind "constant".
 
-    Returns None if there are no others. All hosts call it.
+    Returns None if no other parameter is frozen. All hosts must call it.
 
     Args:
       program: the program, whose `param_specs` say which parameters are frozen.

@@ -344,7 +344,7 @@ class RunMetrics:
     """The metrics of a run.
 
     Attributes:
-      step: the last recorded step; 0 if there is none.
+      step: the highest recorded step; 0 if there is none.
       by_step: numbers recorded for each step, by name; values that are not finite are left out.
       texts: recorded texts, by tag.
     """

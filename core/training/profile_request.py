@@ -1,4 +1,4 @@
-"""`launch/pod.sh profile RUN`: requests a profile of a running job, and waits until all hosts have written it.
+"""`launch/pod.sh profile RUN`: requests a profile of a run that is training, and waits until all hosts have written it.
 
 The request and the answer are small files in the run directory (`core.training.profiling`), so this works from
 any machine that can write there: a local folder, a shared disk or a bucket.

@@ -1,4 +1,4 @@
-"""Hooks that write profiles of chosen steps and of memory, and handle requests for profiles of a running job.
+"""Hooks that write profiles of chosen steps and of memory, and handle requests for profiles of a run that is training.
 
     command ── RUN/profile_request.json ──> host 0 ── first and last step, posted ──> every host
        ^                                       │ <── "written" ─────────────────────────── │
@@ -51,10 +51,10 @@ class Window(NamedTuple):
 
 
 def window_of(steps: int | None, seconds: float | None, *, step: int, step_seconds: float, end: int) -> Window | None:
-    """Returns the steps to trace for a request, after `step`; None if the run ends before them.
+    """Returns the steps to trace for a request, after `step`, up to the run's last step; None if it ends before them.
 
     Args:
-      steps: number of steps; None: as many as take `seconds`.
+      steps: number of steps; None: as many as take `seconds`, at least 1.
       seconds: duration if `steps` is None.
       step: the current step of host 0.
       step_seconds: duration of a step.
@@ -294,7 +294,7 @@ class MemoryProfile(Hook):
 
     @contextlib.contextmanager
     def when_exhausted(self) -> Iterator[None]:
-        """Context in which an out-of-memory error writes a memory profile before it propagates."""
+        """Context in which an out-of-memory error of JAX writes a memory profile before it propagates."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:

@@ -101,7 +101,7 @@ class Words(NamedTuple):
 
     Attributes:
       folder: what the folder is called.
-      cannot: what is refused.
+      cannot: what is not possible, as a clause.
       flag: the flag that chooses another folder.
     """
 

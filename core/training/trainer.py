@@ -2,7 +2,7 @@
 
 The devices do not wait for the host: the metrics of step n - 1 are read after step n has been dispatched, so that
 logging happens while the devices work. Only if a hook needs the state (to evaluate or save it) is step n read before
-n + 1 starts; a non-finite loss is then detected before it is saved.
+n + 1 starts; a state after a non-finite loss is then detected before it is saved.
 
     dispatch n   read metrics of n - 1   -> hook.after_step(n - 1)
     …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
@@ -305,7 +305,7 @@ def train(
       train_step: runs one step; donates the state.
       batches: batches at the position that belongs to `state`.
       state: the initial state; donated.
-      total_steps: number of the last step; nothing is done if `state.step` is not below it.
+      total_steps: number of the last step; no step is done if `state.step` is not below it.
       hooks: called in this order.
       statistics: the step that also computes statistics of the update; None: no step does.
       restore: returns the state of the newest checkpoint, or a fresh one if there is none; None: a `RollBackError` ends
