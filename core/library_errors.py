@@ -65,7 +65,7 @@ class Shortage(NamedTuple):
 
     Attributes:
       said: the system's message, such as `No space left on device`.
-      mending: how to mend it.
+      mending: what a user can do about it, as an instruction.
     """
 
     said: str

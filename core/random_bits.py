@@ -76,7 +76,7 @@ def dropout(
 
 
 def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
-    """Refuses a model that draws random bits for all rows with one key, because microbatches would share the bits.
+    """Raises an error for a model that draws random bits for all rows with one key: microbatches would share the bits.
 
     Each microbatch has the same key, so such a model (for example stock `hk.dropout`) would draw the same bits in all
     of them. A draw is considered to be for all rows if its shape, or the number of draws, grows with the batch.

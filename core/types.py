@@ -555,7 +555,7 @@ def can(value: object, ability: type[Ability]) -> TypeGuard[Ability]:
 
 
 def lacking(value: object, ability: type) -> str:
-    """Returns, for messages: `TokenModel lacks the ability Generates: add logits(params, batch)`."""
+    """Returns a message such as `TokenModel lacks the ability Generates: add logits(params, batch)`."""
     return f"{type(value).__name__} lacks the ability {ability.__name__}: add {', '.join(missing(value, ability))}"
 
 

@@ -108,7 +108,7 @@ class Source:
 
         Args:
           tensor: filled in place.
-          values: the axes in `sizes` of the parameter; entries beyond `sizes` are left out.
+          values: the parameter, or its part, with the axes of `sizes` in order; entries beyond `sizes` are left out.
           sizes: as in `read`.
         """
         values = values[tuple(slice(0, size) for size in sizes.values())]

@@ -111,6 +111,8 @@ def stop() -> None:
 def compare(step: int, numbers: Numbers) -> None:
     """Reports fingerprints of this host's replicated arrays after a step; differences end the run. Does not wait.
 
+    Does nothing without monitoring.
+
     Args:
       step: number of the step.
       numbers: by the name of an array, the fingerprint of each copy that this host has.
@@ -246,7 +248,7 @@ class _Watch(threading.Thread):
             link.close()
 
     def _note(self, host: int, message: Mapping[str, Any]) -> None:
-        """Records a message of a host; a verdict of host 0 ends this process."""
+        """Records a message of a host, or answers it; a verdict of host 0 ends this process."""
         seen, now = self._seen[host], time.monotonic()
         match message:
             case {"at": [int(step), str(what), seconds, limit_seconds, str(part)]}:
