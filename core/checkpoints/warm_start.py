@@ -206,7 +206,7 @@ class SavedParameters(ParameterSource):
     Attributes:
       folder: folder of the step.
       meta: metadata that its run saved with it.
-      notes: see `ParameterSource`; empty until a caller that knows the models sets it.
+      notes: see `ParameterSource`; empty unless a caller that knows the models gives them.
     """
 
     def __init__(

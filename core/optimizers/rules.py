@@ -180,12 +180,12 @@ class AverageState(NamedTuple):
 
 
 def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
-    """Adds an average of the trained parameters to an optimizer, which `Optimizer.evaluated` returns.
+    """Adds an average of the trained parameters to an optimizer; its `evaluated` then returns the averages.
 
         average <- decay * average + (1 - decay) * parameters        after every update
 
     No bias correction is needed, because the average starts at the initial parameters. Frozen parameters and those of a
-    kind that an optimizer lists as `live` (a table of which each step changes a few rows) are not averaged; evaluation
+    kind that `optimizer.live` lists (a table of which each step changes a few rows) are not averaged; evaluation
     uses their current values.
 
     Args:
