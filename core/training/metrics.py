@@ -114,7 +114,7 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
     Args:
       run_dir: local or gs://.
       is_host_zero: whether this host writes.
-      first_step: the step at which the run resumes; 0: it starts. Of steps that the run repeats, TensorBoard hides the
+      first_step: the last step of the checkpoint from which the run resumes; 0: it starts. Of steps that the run repeats, TensorBoard hides the
         earlier records, JSON lines keeps both (`read` uses the later), and Weights & Biases keeps only the earlier.
       wandb_project: a project of Weights & Biases; empty: do not use it.
 
@@ -142,7 +142,7 @@ class TensorBoard:
     """Writes TensorBoard's event files, without TensorFlow."""
 
     def __init__(self, directory: paths.Path, *, first_step: int = 0):
-        """Opens a new event file in `directory`; hides events of earlier files from `first_step` on, unless it is 0."""
+        """Opens a new event file in `directory`; hides events of earlier files of steps after `first_step`."""
         import tensorboardX  # imported here because it takes 0.3 s, which other hosts need not spend
         from tensorboardX import record_writer
 
@@ -150,7 +150,7 @@ class TensorBoard:
         record_writer.register_writer_factory(_EventFiles.PREFIX, _EventFiles)
         self._events = tensorboardX.SummaryWriter(
             f"{_EventFiles.PREFIX}:{self._mirror.folder}",
-            purge_step=first_step or None,
+            purge_step=first_step + 1,
             flush_secs=30,
             filename_suffix=f".{time.time_ns()}",  # otherwise two starts within a second would share a file
         )

@@ -71,10 +71,14 @@ def test_a_resumed_run_hides_repeated_records(tmp_path):
     for step in range(5):
         first.scalars(step, {"loss": 10.0 + step})
     first.close()
-    second = metrics.TensorBoard(paths.resolve(tmp_path / "tensorboard"), first_step=3)
+    second = metrics.TensorBoard(paths.resolve(tmp_path / "tensorboard"), first_step=2)  # of the checkpoint
     second.scalars(3, {"loss": 3.0})
     second.close()
     assert series(tmp_path / "tensorboard", "loss") == [(0, 10.0), (1, 11.0), (2, 12.0), (3, 3.0)]
+    again = metrics.TensorBoard(paths.resolve(tmp_path / "tensorboard"))  # there was no checkpoint
+    again.scalars(1, {"loss": 1.0})
+    again.close()
+    assert series(tmp_path / "tensorboard", "loss") == [(0, 10.0), (1, 1.0)]
 
 
 @pytest.mark.covers("O07")
