@@ -114,8 +114,9 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
     Args:
       run_dir: local or gs://.
       is_host_zero: whether this host writes.
-      first_step: the last step of the checkpoint from which the run resumes; 0: it starts. Of steps that the run repeats, TensorBoard hides the
-        earlier records, JSON lines keeps both (`read` uses the later), and Weights & Biases keeps only the earlier.
+      first_step: the last step of the checkpoint from which the run resumes; 0: it starts. Of steps that the run
+        repeats, TensorBoard hides the earlier records, JSON lines keeps both (`read` uses the later), and Weights &
+        Biases keeps only the earlier.
       wandb_project: a project of Weights & Biases; empty: do not use it.
 
     Raises:
