@@ -87,9 +87,7 @@ def initialize(
     watch: Limits | None = None,
     before_devices: Callable[[Cluster], None] = lambda cluster: None,
 ) -> Cluster:
-    """Joins the other hosts before any device is initialized; returns the cluster.
-
-    A second call only returns the cluster.
+    """Joins the other hosts before any device is initialized; returns the cluster, as does a second call.
 
     Args:
       coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster (a TPU slice).

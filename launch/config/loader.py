@@ -163,12 +163,11 @@ def load(
 
     Args:
       path: the experiment file, relative to the working directory or the top of the workspace, or gs://.
-      text: the content of the file, if it is not read from `path`. Includes of a text, and of a file in a bucket, are
-        searched for in the workspace, then in the working directory.
+      text: the content of the file; None: it is read. Files that a text, or a file in a bucket, includes are searched
+        for in the workspace, then in the working directory.
       bindings: gin statements; they may use the experiment's imports and the public modules of this workspace.
       slice_name: value for the macro SLICE, which overrides the file and `bindings`; None: theirs.
-      root: full name of the constructor of the root object.
-      defaults: the file that declares the macros.
+      root, defaults: full name of the constructor of the root object, and the file that declares the macros.
       between: further gin texts, by their names in messages.
       trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
         cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
