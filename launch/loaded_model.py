@@ -100,7 +100,7 @@ class LoadedModel:
 
     @property
     def model(self) -> Model:
-        """The model."""
+        """The model; of a model of images and text, the decoder alone."""
         return self.program.model
 
     @functools.cached_property

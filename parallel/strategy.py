@@ -5,7 +5,8 @@ stored parameters, for activations and, where different, for optimizer state. It
 a model, so the same tables apply to every model and can be printed, compared and tested.
 
 `specs` applies a table to the arrays of a model. A dimension that does not divide is not replicated silently: the error
-names the parameter, its shape, its axes, the strategy and ways to fix it.
+names the parameter, its shape, its axes, the strategy and ways to fix it. The exception is the dimension of layers in
+a pipeline: see `stored_spec`.
 """
 
 import dataclasses

@@ -105,7 +105,7 @@ class Trainer:
         continues from the newest checkpoint. With `phases`, `steps` may end in any of them.
 
         Returns:
-          The last validation means, such as `validation/loss`; empty without `eval_batches` or if nothing was trained.
+          The last validation means, such as `validation/loss`; empty without `eval_batches`.
 
         Raises:
           UserError: `steps` is below 1, the layout does not fit the devices, data is missing, or the run directory is

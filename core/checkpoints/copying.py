@@ -77,7 +77,7 @@ def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
 
 
 def check_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks that `place` can hold the copies of a local run; writes nothing.
+    """Checks that `place` can hold the copies of a local run. A small file is written there and removed.
 
     Raises:
       UserError: there are several hosts, the run directory is remote or the same as the place, or the place is not

@@ -73,7 +73,9 @@ def is_complete(folder: paths.Path) -> bool:
 
 
 def folder_of(run: str) -> paths.Path:
-    """Returns the folder of a run's checkpoints; `run` may also be that folder, or the one of parameters alone.
+    """Returns the folder of a run's checkpoints.
+
+    `run` may also be that folder, or the folder of the run's steps with parameters alone; then it is returned.
 
     Raises:
       UserError: there is none.

@@ -65,7 +65,7 @@ class WriteFailedError(RuntimeError):
 
 
 class TooSlowError(TimeoutError):
-    """A save exceeded its time limit."""
+    """A save exceeded its time limit; the cause of the `WriteFailedError` that is raised."""
 
 
 def limit_seconds(host_bytes: int) -> float:

@@ -294,7 +294,8 @@ def decided_by_host_zero(decide: Callable[[], Any], *, timeout_seconds: float = 
     the same order.
 
     Raises:
-      UserError: `decide` raised one, or an UnreachableError; on every host.
+      UserError, UnreachableError: `decide` raised it; on every host, with the same message. Other subclasses of
+        UserError become UserError.
       TimeoutError: host 0 sent nothing within `timeout_seconds`.
     """
     decided: dict[str, Any] = {}

@@ -213,9 +213,11 @@ def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _apart(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Blames hosts that evaluate, save or end while others wait in a step: they took different branches.
+    """Blames hosts for a long wait in which some are in a step and others are not: they took different branches.
 
-    Returns None if there are none, or while the wait is short.
+    The others meet, evaluate, save, restore or end. Blamed are the hosts that end, or else those that `behind` returns,
+    which may be the ones in the step. Returns None if there is no such wait, while it is short, or while a host is in
+    one of `activity.ALONE`, which delays all others.
     """
     if any(s.place.activity in activity.ALONE for s in seen.values()):
         return None  # such a host delays all others
@@ -246,7 +248,10 @@ def _silent(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 
 
 def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Blames the hosts that delay the others, once they exceed their limits; None: there are none."""
+    """Blames the hosts that delay the others, once all of these exceed their limits.
+
+    Returns None if there are none, before that, or if a host has raised or left, which other functions judge.
+    """
     if any(s.raised or s.left for s in seen.values()):
         return None
     over = {i for i, s in seen.items() if s.place.seconds > limits.of(s.place)}
@@ -268,8 +273,9 @@ def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 def behind(places: Mapping[int, Place]) -> list[int]:
     """Returns the hosts that delay the others; all of them if none stands out.
 
-    These are the hosts in an activity without collectives; or else the hosts in another activity or step than the
-    largest group; or else, if all are in one activity, the hosts at the earliest step.
+    These are the hosts in an activity without collectives, if others are in another; or else the hosts outside the
+    group with the same activity and step that is larger than all others; or else, if all are in one activity, the hosts
+    at the earliest step.
     """
     alone = [i for i, p in places.items() if p.activity in activity.ALONE]
     if alone and len(alone) < len(places):

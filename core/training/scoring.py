@@ -1,8 +1,8 @@
 """Scores checkpoints on held-out rows, and writes the scores to the run directory as JSON.
 
-The scores of one checkpoint are in step_N.json. Votes of several checkpoints together are an ensemble, whose scores are
-in cumulative.json if they are asked for. Only the sum of the votes over checkpoints is kept, because the votes of one
-checkpoint can be hundreds of thousands of grids.
+The scores of one checkpoint are in step_N.json. If the task judges answers by votes (`AnswerJudge`), those of several
+checkpoints together are an ensemble, whose scores can be in cumulative.json. Only the sum of the votes over checkpoints
+is kept, because the votes of one checkpoint can be hundreds of thousands of grids.
 """
 
 import json

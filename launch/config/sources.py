@@ -233,6 +233,8 @@ class _Delegate(config_parser.ParserDelegate):
 def parse(text: str) -> list[Statement]:
     """Parses a text; leaves out block declarations and the import of dynamic registration.
 
+    Imports of the modules of this workspace get the names that they have where it is installed.
+
     Raises:
       SyntaxError, tokenize.TokenError, TypeError, ValueError: the text is not valid gin.
     """

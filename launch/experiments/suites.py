@@ -235,10 +235,8 @@ class Suite:
     def find_done(self) -> None:
         """Marks experiments as DONE that have a finished run in their own run directory or in `root`.
 
-        A suite of checks marks none.
-
-        An experiment whose run directory contains another one is REFUSED. A duplicate gets the run directory of the
-        experiment that is run instead.
+        Otherwise an experiment is REFUSED if its run directory has the run of another experiment. A suite of checks
+        marks none of either. A duplicate gets the run directory of the experiment that is run instead.
         """
         found = {} if self.mode.check else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
         for entry in self.entries:

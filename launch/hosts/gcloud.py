@@ -19,7 +19,6 @@ from core.hosts import exit_codes
 from launch import environment
 
 REMOTE_WORKSPACE = "renga"  # in the home directory of every host
-GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED", "NOT_FOUND")  # states of a lost TPU
 _ANSWER_SECONDS = 120.0
 
 

@@ -80,7 +80,8 @@ def prepare_gpus() -> None:
 def gpus_in_use(*, free: float) -> list[str]:
     """Returns a line for each visible GPU with a share of free memory below `free`; it names the GPU's processes.
 
-    It asks nvidia-smi, and returns [] if that is missing or fails; then JAX will report what is wrong.
+    An empty CUDA_VISIBLE_DEVICES counts as unset. The function asks nvidia-smi, and returns [] if that is missing or
+    fails; then JAX will report what is wrong.
     """
     chosen = environment.read("CUDA_VISIBLE_DEVICES")
     gpus = _nvidia_smi("--query-gpu=index,uuid,memory.used,memory.total", chosen)

@@ -93,6 +93,13 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
     return code
 
 
+_LOST = "delete it and create it anew (launch/pod.sh delete, launch/pod.sh create)"
+_REMEDIES = {  # by state
+    **dict.fromkeys(("PREEMPTED", "TERMINATED", "FAILED"), _LOST),
+    "STOPPED": "start it (gcloud compute tpus tpu-vm start)",
+}
+
+
 def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
     found = gcloud.describe(tpu)
     if found.state == "NOT_FOUND":
@@ -101,21 +108,19 @@ def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
             "project, as --tpu, --zone and --project)"
         )
     if found.problem:
-        raise UserError(f"gcloud cannot describe TPU {tpu.name!r} in {tpu.zone}: {found.problem}")
-    if found.state != "READY":
-        is_gone = found.state in gcloud.GONE
-        remedy = (
-            "delete it and create it anew (launch/pod.sh delete, launch/pod.sh create)"
-            if is_gone
-            else "wait until it is"
+        raise UserError(
+            f"gcloud cannot describe TPU {tpu.name!r} in {tpu.zone}: {found.problem}. Try again; `gcloud auth list` shows "
+            "whether you are signed in"
         )
+    if found.state != "READY":
         state = found.state or "in an unknown state"
+        remedy = _REMEDIES.get(found.state, "wait until it is, or create it anew")
         raise UserError(f"TPU {tpu.name} is {state} (health {found.health or 'unknown'}), not READY: {remedy}")
     tpu_host.require_slice(slice_, accelerator_type=found.accelerator_type or None, where=f"TPU {tpu.name}")
     if slice_.num_slices > 1 and not found.address:
         raise UserError(
-            f"gcloud has no address of host 0 of {tpu.name}, which the slices need to join: delete it and create it "
-            "anew (launch/pod.sh delete, launch/pod.sh create)"
+            f"gcloud has no address of host 0 of {tpu.name}, which the slices need to join: expected one in "
+            "the output of gcloud compute tpus tpu-vm describe. Try again"
         )
     return found
 

@@ -157,7 +157,8 @@ def run_phases(
 ) -> dict[str, float]:
     """Trains the remaining phases up to a step; returns the last validation means, such as `validation/loss`.
 
-    Returns {} if nothing is evaluated or no step is left.
+    Returns {} if the run has no evaluations, or if a later phase than that of `last_step` has begun. If no step of the
+    phase is left, its newest checkpoint is evaluated once.
 
     Args:
       spans: the phases, with their first and last steps.

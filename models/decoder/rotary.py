@@ -261,9 +261,9 @@ def apply(x: jax.Array, turned_by: RotaryTables) -> jax.Array:
 def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns x cos + (-b, a) sin, where (a, b) are the halves of x; tables [B, T, 1, K].
 
-    The halves are swapped by a matrix product with ones and zeros, which is exact. Half of 128 dimensions does not fill
-    a vector register: the TPU compiler estimates that slicing and concatenating halves would take a third of the cycles
-    of the projection to queries.
+    The halves are swapped, and b is negated, by an exact matrix product with 1, -1 and 0. Half of 128 dimensions
+    does not fill a vector register: the TPU compiler estimates that slicing and concatenating halves would take a third
+    of the cycles of the projection to queries.
     """
     half = x.shape[-1] // 2
     places = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)  # (a, b) -> (-b, a)

@@ -142,11 +142,11 @@ class Transformer(DecoderConfig):
         """Returns the next carry and the loss: the weighted sum of the cross-entropy in nats, and the sum of weights.
 
         In training the losses of experts, if they have any, are added; the metric `cross_entropy` is then without
-        them. If the model keeps states, the next carry has the states after these rows; otherwise it is ().
+        them. The next carry has the states after these rows if `carry` has states; otherwise it is ().
 
         Args:
           params: the parameters.
-          carry: states of parts from the step before, or ().
+          carry: states of parts, from `init_carry` or the step before; () for a model that keeps none.
           rng: the key of the step.
           batch: {field: [B, T]}, as the class describes.
           is_training: whether dropout and the capacity of experts apply, and the losses of experts are added.

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Microsoft 2024): matrices in one tensor, a part of each head rotated, LongRoPE, a window."""
+"""Phi-3 and Phi-4 (Microsoft 2024): tensors of joined matrices, a part of each head rotated, LongRoPE, a window."""
 
 import functools
 from typing import Any

@@ -83,7 +83,7 @@ def run(
     recursion: Recursion,
     now: tuple[jax.Array, jax.Array] | None = None,
 ) -> States:
-    """Returns the states after all H cycles.
+    """Returns the states after the H cycles. Only the last has a gradient, for `layers` and `x`; `states` get none.
 
     Args:
       layers: weights by layer, in the compute dtype.

@@ -43,7 +43,7 @@ class Signals(NamedTuple):
 
 
 class Gate(Protocol):
-    """Decides about chunks, one after the other."""
+    """Decides for each chunk, in order, whether it is read with the adapter (UPDATE) or by the base alone (SKIP)."""
 
     @property
     def reads(self) -> str:

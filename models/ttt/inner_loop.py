@@ -330,7 +330,7 @@ def _range(tokens: Tokens, begin: int, end: int) -> Tokens:
 
 
 def _divided(tokens: Tokens, count: int) -> Tokens:
-    """Divides rows into `count` mini-batches, along a new first dimension."""
+    """Divides the tokens of each row into `count` mini-batches (0: none), along a new first dimension."""
 
     def one(a: jax.Array, axis: int) -> jax.Array:
         a = a.reshape(*a.shape[:axis], count, -1, *a.shape[axis + 1 :]) if count else a[None][:0]

@@ -323,7 +323,7 @@ def differences(model: Model, config: Config, *, where: str = published_files.CO
     """Returns one line for each field in which a model differs from a `config.json`, with both values.
 
     Args:
-      model: the model; its colors, which the image processor says, and its selector are not compared.
+      model: the model; its selector, and `mean` and `std` of its tower, of the image processor, are not compared.
       config: the content of the file.
       where: the file, for messages.
 

@@ -420,8 +420,8 @@ class _Sizes:
         return tuple(_distinct(k._replace(on_host=is_there) for k, is_there in pairs if k))
 
     def kept(self, leaf: Any) -> Kept | None:
-        """Describes a saved array; None if it looks like a parameter, is under 1,024 elements, or holds random keys."""
-        if (leaf.shape, leaf.dtype) in self._params or leaf.size < 2**10 or not hasattr(leaf.dtype, "itemsize"):
+        """Describes a saved array; None if it looks like a parameter or has under 1,024 elements."""
+        if (leaf.shape, leaf.dtype) in self._params or leaf.size < 2**10:
             return None
         if leaf.shape in self._weights:
             axes = self._weights[leaf.shape]

@@ -202,6 +202,9 @@ def run(
       origin: reads frozen parameters that the checkpoint leaves out; None: it leaves out none.
       data_of: a recording whose batches to train on; None: those of the task.
 
+    Returns:
+      The recording. Its batches (`DATA`) are those of the task, also if the run used those of `data_of`.
+
     Raises:
       UserError: the checkpoint is damaged or does not fit, the task's batches end before `steps`, those of `data_of`
         have other shapes, or the strategy's runs cannot be recorded (`recording.record`).

@@ -135,7 +135,7 @@ class CodeFiles(chunks.ChunkTask):
 
     @functools.cached_property
     def _unreadable(self) -> set[str]:
-        """The files that are not UTF-8."""
+        """The files, of those read so far, that are not UTF-8."""
         return set()
 
     @functools.cached_property

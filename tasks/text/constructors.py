@@ -113,9 +113,9 @@ class TextTask:
         return (self.vocabulary.eos_id,)
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """Returns the metrics that a seqio task defines, on at most `most` examples; None for other sources.
+        """Returns the metrics of seqio tasks, on at most `most` examples of each task; None for other sources.
 
-        Raises UserError if such a task has no metrics that can be computed.
+        Raises UserError if there are none, or if one of them cannot be computed.
         """
         return self.corpus.own_metrics(most) if can(self.corpus, DefinesMetrics) else None
 

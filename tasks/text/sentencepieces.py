@@ -1,7 +1,7 @@
 """SentencePiece vocabularies: an existing model, or one that a run trains on its own text when it first starts.
 
-A trained model reproduces every text exactly (byte fallback, no normalization). Training is deterministic. Every host
-compares a trained model with the hash stored beside it.
+A trained model reproduces texts exactly (byte fallback, no normalization), except that U+2581, SentencePiece's mark of
+a space, becomes a space. Training is deterministic. Every host compares a trained model with the hash stored beside it.
 """
 
 import functools
@@ -179,12 +179,12 @@ def _sentences(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _train(documents: Iterable[str], size: int) -> bytes:
-    """Trains a byte-pair model that reproduces every text exactly, and returns it serialized.
+    """Trains a byte-pair model, as the module describes, and returns it serialized.
 
     It is deterministic: it uses one thread, and byte-pair encoding only counts, without floating-point arithmetic.
 
     Raises:
-      UserError: the text is too short for `size` pieces.
+      UserError: the text is too short for `size` pieces, or has too many different characters for them.
     """
     import sentencepiece
 
@@ -210,6 +210,7 @@ def _train(documents: Iterable[str], size: int) -> bytes:
         )
     except RuntimeError as error:
         raise UserError(
-            f"SentencePiece could not train {size} pieces on this text: {error}. Use more text or a smaller size"
+            f"SentencePiece could not train {size} pieces on this text: {error}. Use more text or a smaller size, or a "
+            "larger size if the text has too many different characters"
         ) from error
     return model.getvalue()

@@ -172,7 +172,7 @@ class SeqioVocabulary(Vocabulary):
 
 
 def has_ids_of(name: str, vocabulary: Any) -> bool:
-    """Returns whether a registered task's vocabulary gives the same ids as `vocabulary` for a few sample texts.
+    """Returns whether a registered task's vocabulary has the size of `vocabulary` and its ids for a few sample texts.
 
     False if `vocabulary` is None.
     """

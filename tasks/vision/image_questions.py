@@ -366,7 +366,7 @@ def questions(
 
 
 def _check_numbers(values: Mapping[str, int | None]) -> None:
-    """Raises UserError for a number of `questions` that is missing or out of range."""
+    """Raises UserError for an integer argument of `questions` that is missing, out of range or too short."""
     least = {"length": 2, "max_shift": 0}
     for name, value in values.items():
         if value is None:
