@@ -147,7 +147,7 @@ def _require_chips(slice_: Slice, *, played: bool) -> None:
     if not played and not slice_.is_tpu and devices[0].device_kind not in slice_.chip.kinds:
         raise UserError(
             f"{slice_.name} was asked for, but this machine has {devices[0].device_kind} devices: "
-            "`launch/pod.sh local …` takes what this machine has, and --simulate plays the slice on CPUs"
+            "name their slice (`local` is what this machine has), or add --simulate"
         )
     if not played and slice_.is_tpu and platform_ != "tpu":
         raise UserError(

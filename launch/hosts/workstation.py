@@ -109,8 +109,8 @@ def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
         )
     if found.problem:
         raise UserError(
-            f"gcloud cannot describe TPU {tpu.name!r} in {tpu.zone}: {found.problem}. Try again; `gcloud auth list` shows "
-            "whether you are signed in"
+            f"gcloud cannot describe TPU {tpu.name!r} in {tpu.zone}: {found.problem}. Try again; `gcloud auth "
+            "list` shows whether you are signed in"
         )
     if found.state != "READY":
         state = found.state or "in an unknown state"

@@ -8,15 +8,13 @@ import pytest
 from models import derivatives
 from models.decoder import rotary
 
-DRAWS = np.random.default_rng(3)
-
 
 def normal(*shape):
-    return DRAWS.normal(size=shape).astype(np.float32)
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
 
 
 X = 2.0 + 3.0 * normal(2, 5, 6)
-POSITIONS = DRAWS.integers(0, 50, (2, 5))
+POSITIONS = np.random.default_rng(3).integers(0, 50, (2, 5))
 
 
 def plain_norm(x, scale):

@@ -182,7 +182,8 @@ def test_dry_run_prints_commands_that_gcloud_takes_and_runs_none(cloud, workspac
     ("change", "says"),
     [
         ({"type": "v4-32"}, "is a v4-32 (16 devices on 4 hosts), but SLICE is v4-16 (8 devices on 2 hosts)"),
-        ({"state": "CREATING"}, "is CREATING (health HEALTHY), not READY: wait until it is"),
+        ({"state": "CREATING"}, "is CREATING (health HEALTHY), not READY: wait until it is, or create it anew"),
+        ({"state": "STOPPED"}, "not READY: start it"),
         ({"state": "PREEMPTED"}, "is PREEMPTED (health HEALTHY), not READY: delete it and create it anew"),
         ({"zone": "elsewhere"}, "finds no TPU 'my-tpu' in us-central2-b"),
     ],

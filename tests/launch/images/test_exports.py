@@ -103,7 +103,11 @@ def test_an_export_has_every_tensor_of_its_folder(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("llava", ADAPTERS), *(pytest.param(n, ("FREEZE = ()",), marks=pytest.mark.slow) for n in ("llava", "smolvlm"))],
+    [
+        ("llava", ADAPTERS),
+        pytest.param("llava", ("FREEZE = ()",), marks=pytest.mark.slow),
+        ("smolvlm", ("FREEZE = ()",)),
+    ],
 )
 def test_an_export_of_changed_parameters_continues_as_its_run(name, more, tmp_path):
     run, folder = started(name, tmp_path, *more, changed=True)

@@ -196,7 +196,7 @@ def test_causality(params):
 @pytest.mark.parametrize(
     "remat",
     [
-        name if name in ("projections", "attention_on_host") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("projections", "halves", "attention_on_host") else pytest.param(name, marks=pytest.mark.slow)
         for name in transformer.REMAT
         if name != "none"
     ],

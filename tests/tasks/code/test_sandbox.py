@@ -28,9 +28,16 @@ def test_programs_that_compute_pass():
 def test_a_program_that_ends_early_fails_unless_it_forges_the_token():
     """docs/explanation/trust.md tells of the forgery: a program can read its own pipe."""
     assert outcome("import os\nos._exit(0)") == Outcome(False, "ended early")
-    forged = "import os\nos.write({answer}, os.read({token}, 200))\nos._exit(0)"
-    found = {outcome(forged.format(answer=answer, token=token)) for answer, token in ((3, 4), (4, 5), (4, 3), (5, 6))}
-    assert Outcome(True) in found
+    search = """
+import os
+def attempt(do, *given):
+    try: return do(*given)
+    except OSError: return b""
+token = b"".join(attempt(os.read, number, 200) for number in range(3, 9))
+[attempt(os.write, number, token) for number in range(3, 9)]
+os._exit(0)
+"""
+    assert outcome(search) == Outcome(True)
 
 
 @pytest.mark.covers("N14")
