@@ -46,7 +46,7 @@ RUNTIMES = {
 class Order(NamedTuple):
     """The options of a request for a TPU."""
 
-    slice_: slices.Slice | None  # the slice that one TPU is; not needed to delete it
+    slice_: slices.Slice | None  # the slice of the TPU, or the slices of the whole job; None: only to delete TPUs
     is_spot: bool  # cheaper, and may be preempted
     is_queued: bool  # a queued resource, which is created when capacity is available
 
@@ -123,7 +123,7 @@ class Watch:
     poll_seconds: float = POLL_SECONDS
 
     def run(self, *, restarts: int, newest_step: Callable[[], int | None]) -> int:
-        """Watches until the run ends, and restarts it after a slice was lost.
+        """Watches until the run ends, and restarts it after it was preempted or a slice was lost.
 
         Args:
           restarts: how many restarts without a new checkpoint to allow.
@@ -145,7 +145,7 @@ class Watch:
                 return self.requested[0]
 
         def ending(code: int) -> exit_codes.Ending:
-            """Returns what a code means: only lost slices are a reason to restart here; the hosts see to all others."""
+            """Returns what a code means here: only PREEMPTED leads to a restart; after others, the hosts restart."""
             if code == exit_codes.PREEMPTED:
                 return exit_codes.Ending("the run was preempted, or its TPU is gone", True)
             return exit_codes.ending(code)._replace(restart=False)
