@@ -152,8 +152,9 @@ def _random_batch(task: Task, model: Model) -> dict[str, Any]:
         length = spec["inputs"].shape[1]
         task = synthetic.random_tokens(vocab_size=model.vocab_size, length=length, num_streams=_ROWS)
     if isinstance(task, SampledTask):
-        rows = tuple(range(_ROWS))
-        return dict(next(task.train(DataLayout(_ROWS, rows, rows), seed=0)))
+        count = math.lcm(_ROWS, task.num_streams)  # which divides the rows that it draws
+        drawn = next(task.train(DataLayout(count, tuple(range(count)), tuple(range(count))), seed=0))
+        return {name: values[:_ROWS] for name, values in drawn.items()}
     rng = np.random.default_rng(0)
     values: dict[str, np.ndarray] = {name: rng.integers(0, 2, field.shape) for name, field in spec.items()}
     values |= {n: rng.normal(size=f.shape) for n, f in spec.items() if jnp.issubdtype(f.dtype, jnp.floating)}

@@ -1,5 +1,6 @@
 """Every experiment file rehearses its slice."""
 
+import dataclasses
 import math
 import re
 import shlex
@@ -18,6 +19,7 @@ from launch import environment
 from launch.config import loader
 from launch.runs import smoke
 from parallel import strategies
+from tasks.sampled import SampledTask
 
 ROOT = environment.WORKSPACE
 
@@ -134,6 +136,26 @@ def test_the_rows_of_a_task_that_cannot_be_made_smaller_are_compared_too():
     assert compared(together=False)
     with pytest.raises(UserError, match="couples_rows"):
         compared(together=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(SampledTask):
+    """A task of one's own, whose streams are more than the rows that are compared."""
+
+    num_streams: int = 16
+
+    def spec(self, batch_size):
+        return {"x": Field((batch_size, 3), np.float32, ("batch", None))}
+
+    def row(self, rng, *, is_training):
+        return {"x": rng.normal(size=3).astype(np.float32)}
+
+
+def test_rows_are_drawn_from_a_task_with_any_number_of_streams():
+    for num_streams in (1, 6, 16):
+        found = smoke._random_batch(Drawn(num_streams), model=object())
+        assert found["x"].shape == (smoke._ROWS, 3)
+        assert len(np.unique(found["x"])) == found["x"].size
 
 
 def test_random_rows_of_a_task_have_its_shapes_and_kinds_of_values():
