@@ -86,9 +86,17 @@ def test_layers_run_in_several_calls_where_all_of_them_would_compile_for_long(mo
     assert calls(7) == [(0, 3), (3, 6), (6, 7)]
 
 
+UNDIVIDED = ("gemma4_e2b", "gemma4_e4b")  # a pipeline refuses their layers' inputs: test_families_agree.py
+EVERY = [
+    (strategy, folder.name)
+    for strategy in STRATEGIES
+    for folder in sorted(FAMILIES.iterdir())
+    if folder.is_dir() and not (strategy == "pipeline" and folder.name in UNDIVIDED)
+]
+
+
 @pytest.mark.slow  # the quick tests above and below have a family and two layouts
-@pytest.mark.parametrize("family", sorted(folder.name for folder in FAMILIES.iterdir() if folder.is_dir()))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "family"), EVERY)
 def test_every_family_under_every_layout(family, strategy):
     want = np.load(FAMILIES / family / "reference.npz")["greedy"].tolist()
     prompts = [want[:6], want[:9], want[:3], want[:6], want[:7]]
