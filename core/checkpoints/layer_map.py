@@ -50,7 +50,7 @@ class LayerMap:
 
     @property
     def initializes(self) -> bool:
-        """Whether a layer of a mapped parameter is initialized, instead of read from the source."""
+        """Whether at least one layer is initialized instead of being read from the source."""
         return any(map(self.needs_fresh, self.layers))
 
     def needs_fresh(self, path: str) -> bool:

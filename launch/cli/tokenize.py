@@ -165,7 +165,7 @@ def _filters(args: argparse.Namespace) -> Filters:
 
 
 def _similarity(text: str) -> float:
-    """Converts the value of --deduplicate. Raises ArgumentTypeError if it is no number in the allowed range."""
+    """Converts the value of --deduplicate. Raises ArgumentTypeError if it is not a number in the allowed range."""
     least, most = near_duplicates.LEAST_SIMILARITY, near_duplicates.MOST_SIMILARITY
     try:
         value = float(text)

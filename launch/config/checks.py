@@ -64,7 +64,7 @@ class Configuration:
 
     @property
     def is_without_defaults(self) -> bool:
-        """Whether the file with the defaults is not included, and nothing else is bound to the root."""
+        """Whether nothing is bound to the root, and the file with the defaults is not included either."""
         return self.defaults not in self.reader.sources and not self.bound(self.root, ())
 
     def is_doubtful(self, name: str) -> bool:

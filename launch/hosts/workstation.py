@@ -93,9 +93,11 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
     return code
 
 
-_LOST = "delete it and create it anew (launch/pod.sh delete, launch/pod.sh create)"
-_REMEDIES = {  # by state
-    **dict.fromkeys(("PREEMPTED", "TERMINATED", "FAILED"), _LOST),
+_REMEDIES = {  # by the state of a TPU
+    **dict.fromkeys(
+        ("PREEMPTED", "TERMINATED", "FAILED"),
+        "delete it and create it anew (launch/pod.sh delete, launch/pod.sh create)",
+    ),
     "STOPPED": "start it (gcloud compute tpus tpu-vm start)",
 }
 

@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Whether its size grows with the number of rows."""
+        """Whether the size of the array grows with the number of rows."""
         return "batch" in self.axes.names
 
     @property

@@ -40,7 +40,7 @@ class TextTask:
       vocabulary: converts text to ids.
       length: T, tokens per row.
       num_streams: S, number of data streams; must divide the batch size. It changes the order of the data.
-      evaluation_ends: whether an evaluation ends by itself (`core.types.EndsEvaluation`).
+      evaluation_ends: whether an evaluation reads finite data once and then ends (`core.types.EndsEvaluation`).
     """
 
     corpus: Corpus

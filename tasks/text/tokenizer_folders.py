@@ -96,7 +96,7 @@ class FolderTokenizer(ChatVocabulary):
     def token(self, role: str) -> str | None:
         """Returns the text of a special token such as "bos_token"; None if the folder names none.
 
-        Raises UserError if the setting is no text.
+        Raises UserError if the setting is neither a string nor an object that contains one.
         """
 
         def text(value: Any) -> Any:

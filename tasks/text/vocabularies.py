@@ -84,7 +84,7 @@ class Numbers(Vocabulary):
     def encode(self, text: str) -> list[int]:
         """Converts numbers with white space between them.
 
-        Raises UserError for a word that is no number, or a number outside the vocabulary.
+        Raises UserError for a word that is not a number, or a number outside the vocabulary.
         """
         if wrong := [word for word in text.split() if not word.isdecimal()]:
             raise UserError(
@@ -158,7 +158,7 @@ def named(name: str | None) -> Vocabulary:
         hf://OWNER/NAME). None is an error, which `problems` reports.
 
     Raises:
-      UserError: `name` is no string.
+      UserError: `name` is not a string.
     """
     if name == "bytes":
         return bytes()

@@ -40,9 +40,8 @@ def test_a_profile_shows_the_ticks_of_the_schedule():
             assert [work.microbatch for work in works if work] == [0, 1, 2, 3, 4, 5]
         row = ticks["F", stage]
         assert all(a.end <= b.start for a, b in itertools.pairwise(row))
-    passed = [ticks["F", stage][stage] for stage in range(4)]  # of the first microbatch
-    assert all(a.start < b.end for a, b in itertools.pairwise(passed))
-    assert ticks["B", 3][0].end > passed[3].start
+    ends = [*(ticks["F", stage][stage].end for stage in range(4)), ticks["B", 3][0].end]  # of the first microbatch
+    assert ends == sorted(ends)  # operations that do not depend on it may begin earlier
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def of_scores(config: Config) -> float:
     """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none.
 
     Raises:
-      UserError: it is given, and is no number above 0 or belongs to LongRoPE; or the settings are no object.
+      UserError: it is not a number above 0, the scaling is LongRoPE, or the settings are not a JSON object.
     """
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     rope = scaling or parameters
@@ -86,7 +86,7 @@ def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple
 
     Raises:
       UserError: the fraction is 0 or less or above 1, an odd number of dimensions or none would be rotated, or the
-        settings are no object.
+        settings are not a JSON object.
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
     fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)

@@ -197,6 +197,12 @@ def test_a_tpu_that_cannot_be_used_is_refused_before_anything_is_shipped(cloud, 
     assert [call[3] for call in calls(cloud)] == ["describe"]
 
 
+def test_gcloud_s_own_error_is_quoted(cloud, workspace, tmp_path):
+    (tmp_path / "tools" / "gcloud").write_text("#!/bin/sh\necho 'ERROR: Reauthentication failed.' >&2\nexit 1\n")
+    with pytest.raises(UserError, match=r"cannot describe TPU 'my-tpu' .*Reauthentication failed.*`gcloud auth list`"):
+        start(workspace)
+
+
 def test_tensorboard_is_tunneled_on_loopback_from_host_0(cloud):
     step = workstation.tensorboard_step(TPU, "gs://b/runs")
     assert "--worker=0" in step.argv

@@ -140,7 +140,7 @@ def test_the_rows_of_a_task_that_cannot_be_made_smaller_are_compared_too():
 
 @dataclasses.dataclass(frozen=True)
 class Drawn(SampledTask):
-    """A task of one's own, whose streams are more than the rows that are compared."""
+    """A user's task, which has more streams than the check compares rows."""
 
     num_streams: int = 16
 
