@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import pathlib
 import re
 
@@ -120,6 +121,12 @@ def name(path):
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path):
     """(module, line, inside a function) of every import, `from a import b` as `a` and as `a.b`."""
     found = []
@@ -134,7 +141,7 @@ def imports(path):
         for child in ast.iter_child_nodes(node):
             visit(child, inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
-    visit(ast.parse(path.read_text()), False)
+    visit(parsed(path), False)
     return found
 
 
@@ -207,9 +214,15 @@ def modules_imported(tree):
             yield from (module if file_of(module) else node.module for module in below)
 
 
+@functools.cache
 def file_of(module):
     path = ROOT.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+@functools.cache
+def words_of(path):
+    return {*re.findall(r"\w+", path.read_text())}
 
 
 def missing_imports(tree):
@@ -218,15 +231,15 @@ def missing_imports(tree):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom):
             package = file_of(node.module)
-            defined = package.read_text() if package else ""
-            names = [f"{node.module}.{own}" for own in names if not re.search(rf"\b{own}\b", defined)]
+            defined = words_of(package) if package else ()
+            names = [f"{node.module}.{own}" for own in names if own not in defined]
         yield from (own for own in names if own.split(".")[0] in OURS and not file_of(own))
 
 
 def test_every_module_that_is_imported_is_there():
     source = "import core.step\nfrom core import no_such\ndef f():\n  from launch.nothing import x, y"
     assert list(missing_imports(ast.parse(source))) == ["core.no_such", "launch.nothing.x", "launch.nothing.y"]
-    found = {name(path): list(missing_imports(ast.parse(path.read_text()))) for path in PYTHON}
+    found = {name(path): list(missing_imports(parsed(path))) for path in PYTHON}
     assert not {where: modules for where, modules in found.items() if modules}
 
 
@@ -246,11 +259,12 @@ def import_cycles(graph):
     return {tuple(sorted(f for f in reach[file] if file in reach.get(f, ()))) for file in graph if file in reach[file]}
 
 
+@functools.cache
 def imported_files():
     """{file of the product: the files of the product that it imports}; a package imports nothing for its own files."""
     graph = {}
     for path in PRODUCT:
-        files = {file for file in map(file_of, modules_imported(ast.parse(path.read_text()))) if file}
+        files = {file for file in map(file_of, modules_imported(parsed(path))) if file}
         graph[name(path)] = {name(file) for file in files if file.name != "__init__.py" or file.parent != path.parent}
     return graph
 
@@ -335,7 +349,7 @@ def test_files_and_functions_stay_small():
 
 
 def test_every_module_says_what_it_is_for():
-    assert not [name(p) for p in PRODUCT if not ast.get_docstring(ast.parse(p.read_text())) and p.read_text()]
+    assert not [name(p) for p in PRODUCT if not ast.get_docstring(parsed(p)) and p.read_text()]
 
 
 def without_docstrings(tree):
@@ -351,7 +365,7 @@ def without_docstrings(tree):
 
 
 def test_methods_say_what_they_do_unless_a_base_class_does():
-    found = {name(p): [*without_docstrings(ast.parse(p.read_text()))] for p in PRODUCT}
+    found = {name(p): [*without_docstrings(parsed(p))] for p in PRODUCT}
     assert not {file: methods for file, methods in found.items() if methods}
     assert [*without_docstrings(ast.parse("class A:\n  def b(self): pass"))] == ["A.b"]
     assert not [*without_docstrings(ast.parse("class A(B):\n  def b(self): pass"))]
@@ -403,7 +417,7 @@ def without_args(trees):
 
 
 def test_parameters_of_public_functions_are_explained():
-    assert not [*without_args({name(p): ast.parse(p.read_text()) for p in PRODUCT})]
+    assert not [*without_args({name(p): parsed(p) for p in PRODUCT})]
 
 
 def test_missing_explanations_are_found():

@@ -23,7 +23,7 @@ def needing(part, sources):
     found = {}
     for name, text in sources.items():
         if name.endswith(".py"):
-            used = modules & set(without.imported(text))
+            used = modules & without.imported(text)
         else:
             used = {n for n in without.named_in_gin(text) if n in own or n.replace("/", ".") in modules}
         if used and name not in own:

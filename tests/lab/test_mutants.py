@@ -100,6 +100,7 @@ def run(folder, **others):
     )
 
 
+@pytest.mark.slow  # the next test is its quick form
 def test_what_no_test_notices_is_shown_and_the_working_tree_stays_as_it_was(workspace, capsys):
     assert run("core") == 0
     said = capsys.readouterr().out

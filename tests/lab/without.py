@@ -7,6 +7,7 @@ module must import, and every other test must be collected; with --quick the qui
 import argparse
 import ast
 import fnmatch
+import functools
 import os
 import re
 import shutil
@@ -150,13 +151,16 @@ def module_of(name: str) -> str:
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported(source: str) -> Iterator[str]:
-    """Yields the modules that a source imports anywhere; `from a import b` as `a` and as `a.b`."""
+@functools.cache
+def imported(source: str) -> frozenset[str]:
+    """Returns the modules that a source imports anywhere; `from a import b` as `a` and as `a.b`."""
+    found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
 
 
 def named_in_gin(text: str) -> Iterator[str]:
@@ -174,12 +178,12 @@ def tests_of(own: Collection[str], tests: Mapping[str, str]) -> list[str]:
     ]
     words = [*(n for n in own if n.endswith(".gin")), *modules, *presets]
     names = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b")
-    found = {name for name, text in tests.items() if names.search(text) or modules & set(imported(text))}
+    found = {name for name, text in tests.items() if names.search(text) or modules & imported(text)}
     while more := {
         name
         for name, text in tests.items()
         if name not in found
-        and ({module_of(other) for other in found} & {*imported(text)} or _asks(name, found, tests))
+        and ({module_of(other) for other in found} & imported(text) or _asks(name, found, tests))
     }:
         found |= more
     return sorted(found)

@@ -31,6 +31,8 @@ SIZES = {
     "head_dim": K,
     "vocab": V,
     "norm": D,
+    "heads x head_dim": H * K,
+    "kv_heads x head_dim": N * K,
     "one": 1,
     "each": L,
 }
@@ -74,13 +76,15 @@ PIECES = {  # strategy: into how many pieces each axis of a parameter is cut
     "pipeline_experts": {**BY_2, "layers": 2, "vocab": 4, "embed": 2, "head_dim": 2},
     "pipeline_fsdp_tensor": {**BY_4, "layers": 2, "vocab": 8, "embed": 2},
 }
-OPTIMIZER_PIECES = PIECES | {"zero1": {"embed": 16}}
+PIECES = {name: p | {f"{a} x head_dim": p.get(a, 1) for a in ("heads", "kv_heads")} for name, p in PIECES.items()}
+OPTIMIZER_PIECES = PIECES | {"zero1": PIECES["zero1"] | {"embed": 16}}
 
-# What Adafactor keeps of each: rows and columns of a matrix, those of heads joined, and one number where it keeps
-# nothing, for each layer of a stack: those are on every chip.
+# What Adafactor keeps of each: rows and columns of a matrix, and one number where it keeps nothing, for each layer of a
+# stack: the numbers are on every chip. Heads and their dimensions are one axis of a factor, which is cut between heads
+# alone: pieces of each head's dimension would not lie side by side.
 FACTORED = [
-    *([("layers", "embed"), ("layers", "heads", "head_dim"), ("each", "one")] * 2),  # query and output
-    *([("layers", "embed"), ("layers", "kv_heads", "head_dim"), ("each", "one")] * 2),
+    *([("layers", "embed"), ("layers", "heads x head_dim"), ("each", "one")] * 2),  # query and output
+    *([("layers", "embed"), ("layers", "kv_heads x head_dim"), ("each", "one")] * 2),
     *([("layers", "embed"), ("layers", "mlp"), ("each", "one")] * 3),
     *([("layers", "norm"), ("each", "one"), ("each", "one")] * 2),
     *[("norm",), ("one",), ("one",)],

@@ -238,7 +238,7 @@ def test_a_loop_without_rematerialization_saves_no_copy_of_the_weights():
 @pytest.mark.parametrize(
     ("changes", "measured"),
     [
-        ({}, ULP_WITHOUT_LOOP),
+        pytest.param({}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="usual"),
         pytest.param({"feed_forward": EXPERTS}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="experts"),
         pytest.param({"lora": LORA}, ULP_OF_LORA, marks=pytest.mark.slow, id="lora"),
         pytest.param({"num_layers": 4, **GROUP}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="group"),

@@ -106,7 +106,7 @@ def test_an_export_has_every_tensor_of_its_folder(name, tmp_path, capsys):
     [
         ("llava", ADAPTERS),
         pytest.param("llava", ("FREEZE = ()",), marks=pytest.mark.slow),
-        ("smolvlm", ("FREEZE = ()",)),
+        pytest.param("smolvlm", ("FREEZE = ()",), marks=pytest.mark.slow),
     ],
 )
 def test_an_export_of_changed_parameters_continues_as_its_run(name, more, tmp_path):
@@ -160,7 +160,8 @@ def test_a_run_of_two_steps_trains_and_resumes(launch, tmp_path):
     assert "validation: accuracy" in said
 
 
-@pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow)])
+@pytest.mark.slow  # that an export continues as its run is quick, and so is that a folder continues as transformers
+@pytest.mark.parametrize("name", ["llava", "llava_siglip"])
 def test_a_run_continues_a_prompt_with_an_image_as_transformers(name, tmp_path):
     run, _ = started(name, tmp_path, "FREEZE = ()")
     reference = np.load(FIXTURES / name / "reference.npz")

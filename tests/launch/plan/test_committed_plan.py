@@ -124,6 +124,7 @@ def assert_arithmetic_is_near(plan, *, most=1.13, records=4):
     assert all(0.5 < ratio < 1.4 for ratio in ratios.values()), ratios  # 1.37 is a circular pipeline of 48 layers
 
 
+@pytest.mark.slow  # test_search.py has quick tests of what is compiled and ranked
 @pytest.mark.covers("L12")
 def test_valkyrie_7b_is_the_winner_of_its_committed_plan(plan, pinned_compiler):
     assert_it_is_the_winner(plan, pinned_compiler)

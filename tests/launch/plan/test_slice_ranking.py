@@ -15,6 +15,22 @@ EXPERIMENT = "gin/quickstart.gin"
 QUICKLY = ("--arithmetic", "--only", "fsdp")  # one strategy, because all of them take 10 s a slice
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _each_slice_is_searched_once():
+    """Several tests ask for the same layouts of the same experiment, which take 3 s a slice."""
+    asked, found = search.options, {}
+
+    def options(question, *, only=()):
+        key = question.slice.name, tuple(only)
+        if key not in found:
+            found[key] = asked(question, only=only)
+        return list(found[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "options", options)
+        yield
+
+
 def run(names, *given):
     return session.run(cli.parser(session, "launch/run plan").parse_args([names, EXPERIMENT, *given]))
 

@@ -52,7 +52,8 @@ def test_hidden_patches_count_for_nothing(soft):
     assert found.extras["chosen"].reshape(4, 2, -1).sum(-1).tolist() == [[subjects.CHOSEN] * 2] * 4
 
 
-@pytest.mark.parametrize("images", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("images", [1, 2])
 def test_hidden_patches_count_for_nothing_where_attention_is_causal(images):
     """Words come before each image; the logits of words are those with slots for all patches."""
     model = subjects.model("soft", causal=True)

@@ -111,10 +111,8 @@ def dimensions(hlo):
 
 @pytest.mark.covers("M14")
 @pytest.mark.compiled("v4-32")
-@pytest.mark.parametrize(
-    ("tables", "whole"),
-    [(strategies.fsdp(), True), pytest.param(strategies.fsdp_tensor(tensor=4), False, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("tables", "whole"), [(strategies.fsdp(), True), (strategies.fsdp_tensor(tensor=4), False)])
+@pytest.mark.slow
 def test_a_vocabulary_that_is_split_is_whole_on_no_chip(tables, whole):
     """Neither looked up, nor in the logits, nor in the loss; stored as 1408, a size that nothing else has."""
     model = dataclasses.replace(SMALL, vocab_size=1400)

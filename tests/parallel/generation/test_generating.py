@@ -106,7 +106,7 @@ def test_every_family_under_every_layout(family, strategy):
     assert found[4].ids == want[7:15]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_tensor"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("fsdp_tensor", marks=pytest.mark.slow)])
 def test_several_calls_run_one_program(strategy):
     generator = generator_of("llama2", STRATEGIES[strategy])
     [found] = generator.generate([[4, 8, 15]], max_tokens=decoding.STEPS + 5)
@@ -166,7 +166,8 @@ def test_tokens_that_may_be_drawn():
 
 
 @pytest.mark.covers("N13")
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "mistral")) for f in WITH_WINDOWS])
+@pytest.mark.slow  # models/decoder/test_layers.py has quick tests of windows in the cache
+@pytest.mark.parametrize("family", WITH_WINDOWS)
 def test_windows_in_the_cache_give_the_ids_of_full_passes(family, monkeypatch):
     """Past the end of the window's entries, in several chunks, for rows of different lengths."""
     monkeypatch.setattr(generating, "CHUNK", 4)

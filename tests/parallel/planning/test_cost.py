@@ -140,8 +140,8 @@ def test_operations_without_an_estimate_are_named():
         pytest.param("v4-8", 0.85, marks=pytest.mark.slow),
         pytest.param("v5p-8", 0.85, marks=pytest.mark.slow),
         ("v5e-4", 0.85),
-        ("v6e-4", 0.65),
-        ("tpu7x-8", 0.65),
+        pytest.param("v6e-4", 0.65, marks=pytest.mark.slow),
+        pytest.param("tpu7x-8", 0.65, marks=pytest.mark.slow),
     ],
 )
 def test_clocks_agree_with_the_compiler_and_the_peak(slice_name, least):

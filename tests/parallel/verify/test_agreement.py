@@ -33,6 +33,7 @@ SLOW = {  # by what is quick and splits in the same way
     "zero1": "mesh3d",
     "fsdp": "mesh3d",
     "hsdp": "mesh3d",
+    "fsdp_overlapped": "tests/parallel/test_overlapped.py",
     "fsdp_tensor": "mesh3d",
     "tensor": "mesh3d",
     "sequence_tensor": "mesh3d, which splits by tensor, and context, which splits rows",

@@ -36,13 +36,13 @@ class WithEmptyExperts(transformer.Transformer):
 
 
 class WithRandomVectors(transformer.Transformer):
-    """Its biases, sinks and corrections, which start at 0, are random."""
+    """Its biases, sinks and corrections, which start at 0, are random, and the same bits under any sharding."""
 
     def init(self, rng, batch):
         params = super().init(rng, batch)
         block, keys = params["layers/block"], jax.random.split(rng, len(params["layers/block"]))
         moved = {
-            name: value + 0.3 * jax.random.normal(key, value.shape)
+            name: value + 0.5 * jax.random.uniform(key, value.shape, minval=-1, maxval=1)
             if name.endswith(("_bias", "sinks", "correction"))
             else value
             for key, (name, value) in zip(keys, block.items(), strict=True)

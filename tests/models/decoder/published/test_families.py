@@ -34,7 +34,6 @@ QUICK = (
     "gemma2",
     "gemma3",
     "gemma4_e4b",
-    "gemma4_experts",
     "gpt_oss",
     "granite4_nope",
     "mixtral",
