@@ -1,8 +1,4 @@
-"""The fields of a batch: shape, dtype and logical axes of each, as a task's `spec` states them.
-
-A batch is a mapping from names to arrays whose first dimension is the rows. Layouts, checks and counts of tokens are
-derived from the axes of its fields, so a task may have fields of any rank besides its tokens.
-"""
+"""Describes the fields of a batch: shape, dtype and logical axes."""
 
 import dataclasses
 import math
@@ -18,19 +14,11 @@ from core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Field:
-    """Describes one array of a batch.
-
-        Field((32, 128), np.int32, ("batch", "length"))              # a token for each position of 32 rows
-        Field((32, 64, 64, 3), np.uint8, ("batch", None, None, None))  # an image for each row
+    """Describes one array of a batch, such as `Field((32, 128), np.int32, ("batch", "length"))`.
 
     Attributes:
-      shape: shape of the array in the global batch.
-      dtype: its dtype.
-      axes: logical axis of each dimension: `batch`, then names of `core.logical.all_axes()`, or None for a dimension
-        that no strategy shards.
-
-    Raises:
-      UserError: the first axis is not `batch`, or there are not as many axes as dimensions.
+      shape: shape in the global batch.
+      axes: logical axis of each dimension, `batch` first; None: no strategy shards it.
     """
 
     shape: tuple[int, ...]
@@ -59,10 +47,10 @@ class Field:
 
 
 class KnowsShare(Protocol):
-    """Interface of batches, or of a stream of batches, that can tell how much of a finite dataset was read."""
+    """A stream of batches that can tell how much of a finite dataset was read."""
 
     def share(self) -> float | None:
-        """Returns the approximate fraction of the data that was read, 0 to 1; None if it is unknown."""
+        """Returns the approximate fraction of the data read, 0 to 1; None if it is unknown."""
 
 
 BatchSpec = Mapping[str, Field]  # of a global batch
@@ -75,10 +63,7 @@ def batch_size(batch: Mapping[str, Any]) -> int:
 
 
 def row_length(spec: BatchSpec) -> int:
-    """Returns the tokens per row: the largest dimension with the axis `length`; 1 if no field has that axis.
-
-    Raises UserError if the spec is malformed (`check_spec`).
-    """
+    """Returns the largest dimension with the axis `length`; 1 if no field has that axis."""
     check_spec(spec)
     dimensions = (pair for field in spec.values() for pair in zip(field.shape, field.axes, strict=True))
     return max((size for size, axis in dimensions if axis == "length"), default=1)
@@ -90,7 +75,7 @@ def has_tokens(spec: BatchSpec) -> bool:
 
 
 def has_ids(spec: BatchSpec) -> bool:
-    """Returns whether a field has the axis `length` and an integer dtype of more than one byte, as token ids have."""
+    """Returns whether a field has the axis `length` and an integer dtype of more than one byte."""
     wide = [
         field for field in spec.values() if np.dtype(field.dtype).kind in "iu" and np.dtype(field.dtype).itemsize > 1
     ]
@@ -98,11 +83,7 @@ def has_ids(spec: BatchSpec) -> bool:
 
 
 def check_spec(spec: BatchSpec) -> None:
-    """Checks that all values of a spec are `Field`s with the same number of rows.
-
-    Raises:
-      UserError: a value is not a `Field`, the numbers of rows differ, or a field has the reserved name `row_ids`.
-    """
+    """Raises UserError unless the values are `Field`s with equal numbers of rows; `row_ids` is reserved."""
     others = [f"{k!r} is of type {type(field).__name__}" for k, field in spec.items() if not isinstance(field, Field)]
     if others:
         raise UserError(
@@ -119,7 +100,7 @@ def check_spec(spec: BatchSpec) -> None:
 
 
 def batch_shapes(spec: BatchSpec, *, rows: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a batch, for abstract evaluation, with `rows` rows; None: those of `spec`."""
+    """Returns the shapes and dtypes of a batch with `rows` rows; None: those of `spec`."""
     return {
         name: jax.ShapeDtypeStruct((rows or field.shape[0], *field.shape[1:]), field.dtype)
         for name, field in spec.items()
@@ -130,19 +111,14 @@ _CONTENT = " content="
 
 
 def fingerprint_of(listing: str, content: str) -> str:
-    """Returns a fingerprint of data.
-
-    Args:
-      listing: a hash of the data's names, sizes and settings.
-      content: a hash of its content, as `KIND:HASH`.
-    """
+    """Joins a hash of the data's names, sizes and settings with one of its content, `KIND:HASH`."""
     return f"{listing}{_CONTENT}{content}"
 
 
 def is_same_data(saved: str, now: str) -> bool:
-    """Returns whether two fingerprints describe the same data; content hashes of different kinds are not compared.
+    """Returns whether two fingerprints may be of the same data.
 
-    Checkpoints of earlier revisions have no content hash, and objects in buckets have another kind than local files.
+    Content hashes of different kinds are not compared.
     """
     (before, _, content_before), (after, _, content_after) = (text.partition(_CONTENT) for text in (saved, now))
     kinds = [content.partition(":")[0] for content in (content_before, content_after)]

@@ -1,4 +1,4 @@
-"""`UserError`, for errors that a user can cause and correct, and checks that raise it."""
+"""`UserError`, for errors that a user can correct, and checks that raise it."""
 
 import contextlib
 import math
@@ -12,32 +12,21 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 
 
 class UserError(ValueError):
-    """An error of the user's input; its message says what is wrong, where, what was expected and how to correct it.
-
-    Commands print only the message and end with exit code 2. Any other exception, including a ValueError of a library
-    or of the user's own code, is printed with its traceback.
-    """
+    """An error that the user can correct; commands print its message without a traceback."""
 
 
 class UnreachableError(UserError):
-    """A service cannot be reached when it is first used.
-
-    Starting again can help, so commands end with another exit code than for other `UserError`s.
-    """
+    """A service cannot be reached; starting again can help."""
 
 
 class Problem(str):
-    """A finding about a user's input: a sentence for a person, with its facts as attributes for code.
+    """A finding about a user's input: a sentence, with its facts as attributes.
 
-    The sentence is `{setting}: {found}, expected {expected}; {fix}`, without the parts that are empty.
+    The sentence is `{setting}: {found}, expected {expected}; {fix}`, without empty parts.
 
     Attributes:
-      found: what is wrong.
-      setting: the setting that it is about.
-      file: the file, folder or pattern that it is about, as the user wrote it; `found` names it.
+      file: the file, folder or pattern that it is about, as the user wrote it.
       line: number of the line, from 1; 0 if unknown.
-      expected: what would be right.
-      fix: how to correct it.
     """
 
     found: str
@@ -50,7 +39,6 @@ class Problem(str):
     def __new__(
         cls, found: str, *, setting: str = "", file: str = "", line: int = 0, expected: str = "", fix: str = ""
     ) -> Self:
-        """Makes the sentence from the facts."""
         said = _sentence(found, setting, expected)
         made = super().__new__(cls, f"{said}; {fix}" if fix else said)
         vars(made).update(found=found, setting=setting, file=file, line=line, expected=expected, fix=fix)
@@ -62,7 +50,7 @@ class Problem(str):
         return _sentence(self.found, self.setting, self.expected)
 
     def with_setting(self, setting: str) -> Self:
-        """Returns the problem with another name of the setting, such as that of a flag."""
+        """Returns the problem with another name of the setting."""
         return type(self)(**{**vars(self), "setting": setting})
 
 
@@ -72,15 +60,7 @@ def _sentence(found: str, setting: str, expected: str) -> str:
 
 @contextlib.contextmanager
 def named_model(model: Any, spec: Mapping[str, Any]) -> Iterator[None]:
-    """Context for tracing a model with batches of `spec`; converts its exceptions to UserError.
-
-    Args:
-      model: the model; errors give its type.
-      spec: fields of a batch, each with `shape` and `dtype`.
-
-    Raises:
-      UserError: the model raised an exception; says where, and which fields a batch has.
-    """
+    """Context for tracing a model, whose exceptions become UserErrors."""
     try:
         yield
     except UserError:
@@ -95,7 +75,6 @@ def named_model(model: Any, spec: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """Returns the innermost frame outside of libraries: `my_model.py:33, in _sums`."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES) and not f.filename.startswith("<")]
     frame = (own or frames)[-1]
@@ -103,7 +82,7 @@ def _place(error: Exception) -> str:
 
 
 def check_integer(value: Any, *, where: str, least: int) -> None:
-    """Raises UserError unless `value` is an integer (no bool) of at least `least`; the message calls it `where`."""
+    """Raises UserError unless `value` is an integer (no bool) of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{where} = {value!r}: expected an integer of at least {least}")
 
@@ -111,13 +90,12 @@ def check_integer(value: Any, *, where: str, least: int) -> None:
 def check_number(
     value: Any, *, where: str, least: float = -math.inf, most: float = math.inf, is_positive: bool = False
 ) -> None:
-    """Raises UserError unless `value` is a finite number (not a bool) within the given range.
+    """Raises UserError unless `value` is a finite number (no bool) within the given range.
 
     Args:
-      value: what a user gave.
-      where: its name, for the message.
-      least, most: the range, both included.
-      is_positive: whether 0 is out of range.
+      where: name of the value, for the message.
+      least, most: both included.
+      is_positive: whether the value must be above 0.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if is_number and least <= value <= most and (value > 0 or not is_positive):
@@ -128,6 +106,6 @@ def check_number(
 
 
 def check_text(value: Any, *, where: str) -> None:
-    """Raises UserError unless `value` is a non-empty string; the message calls it `where`."""
+    """Raises UserError unless `value` is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise UserError(f"{where} is {value!r}, expected a non-empty string")

@@ -1,4 +1,4 @@
-"""Checks for optional packages, the extras of pyproject.toml, which only some settings and commands need."""
+"""Checks for optional packages, the extras of pyproject.toml."""
 
 import importlib.util
 import sys
@@ -8,12 +8,9 @@ from core.errors import Problem, UserError
 
 
 def missing(package: str, *, extra: str, what: str) -> Problem | None:
-    """Returns a problem, with the command that installs the extra, if a package is not installed; None if it is.
+    """Returns a problem, with the install command, if a package is missing; otherwise None.
 
-    Args:
-      package: name that Python imports.
-      extra: name in pyproject.toml.
-      what: the setting or command that needs it.
+    `what` is the setting or command that needs it.
     """
     if sys.modules.get(package) or importlib.util.find_spec(package) is not None:
         return None
@@ -21,22 +18,19 @@ def missing(package: str, *, extra: str, what: str) -> Problem | None:
 
 
 def require(package: str, *, extra: str, what: str) -> None:
-    """Raises UserError if a package is not installed; arguments as for `missing`."""
+    """Raises UserError if a package is not installed; `what` is what needs it."""
     if problem := missing(package, extra=extra, what=what):
         raise UserError(problem)
 
 
 def install(extra: str) -> str:
-    """Returns the command that installs an extra, for the workspace or for the wheel, whichever runs."""
+    """Returns the command that installs an extra."""
     in_wheel = __name__ != "core.extras"
     return f"pip install 'renga[{extra}]'" if in_wheel else f"launch/setup.sh --extra {extra}"
 
 
 def flags() -> list[str]:
-    """Returns the arguments of `launch/setup.sh` that install the extras of this environment elsewhere, except `dev`.
-
-    Returns [] for an environment that `launch/setup.sh` did not make.
-    """
+    """Returns arguments of `launch/setup.sh` that install this environment's extras, except `dev`."""
     kept = Path(sys.prefix, "renga.extras")
     chosen = kept.read_text().split() if kept.exists() else []
     return [word for extra in chosen if extra != "dev" for word in ("--extra", extra)]

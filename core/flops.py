@@ -1,4 +1,4 @@
-"""The FLOPs of training a model, some of whose matrices the user may freeze."""
+"""FLOPs of training a model, some of whose matrices may be frozen."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,32 +12,21 @@ from core.types import CountsFlops, Generates, Model, can
 def per_token(
     model: Model, batch: Mapping[str, jax.ShapeDtypeStruct], *, length: int, frozen: Sequence[str]
 ) -> float | None:
-    """Returns the FLOPs of a training step per token, without recomputation.
+    """Returns the FLOPs of a training step per token; None for a model without `flops_per_token`.
 
-    For the gradient of every matrix that it trains, the model counts 2 FLOPs per entry and token. Those of the matrices
-    in `frozen` are subtracted, except for experts.
+    Recomputation is not counted, nor are gradients of matrices in `frozen`, except for experts.
 
     Args:
-      model: the model.
-      batch: shapes of a batch.
+      batch: its shapes.
       length: tokens per row.
-      frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
-
-    Returns:
-      The FLOPs; None for a model without `flops_per_token`.
-
-    Raises:
-      UserError: a pattern of `frozen` matches no parameter, or a parameter has no named axes.
+      frozen: shell wildcards over paths of parameters.
     """
     counted = model.flops_per_token(length) if can(model, CountsFlops) else None
     return None if counted is None else counted - 2.0 * sum(_products(model, batch, frozen) if frozen else ())
 
 
 def _products(model: Model, batch: Mapping[str, jax.ShapeDtypeStruct], frozen: Sequence[str]) -> Iterator[int]:
-    """Yields the sizes of the matrices that multiply every token and that `frozen` freezes in addition to the model.
-
-    Experts are left out.
-    """
+    """Matrices that the model itself freezes, and experts, are left out."""
     shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch)
     chosen = parameters.matches(specs, frozen, where="frozen")
     has_output = any(spec.axes[-1:] == ("vocab",) for spec in jax.tree.leaves(specs))

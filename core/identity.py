@@ -1,9 +1,6 @@
-"""The identity of configured objects, as plain values: equal for objects that are configured alike, in any process.
+"""Describes configured objects by plain values, to compare them across processes.
 
-Records of compiled programs are found by it. A dataclass is described by its class and the fields that differ from
-their defaults, so adding a field does not change the identity of existing configurations. Nor does changing a default,
-which only digests of traced programs reveal. Classes are named without their modules, so moving one does not change the
-identity. Fields with the metadata `NOT_IDENTITY` are left out.
+Fields with their default or with the metadata `NOT_IDENTITY` are left out, so a changed default does not show.
 """
 
 import dataclasses
@@ -27,16 +24,12 @@ def text(value: Any) -> str:
 
 
 def of(value: Any) -> Any:
-    """Returns a description, of JSON types, that is equal for values configured alike.
-
-    A dataclass is described by its non-default fields, another object by its attributes, and a function by its name,
-    defaults and closure. A lambda or a function inside another one is also described by a digest of its code.
-    """
+    """Returns a description of a value, of JSON types."""
     return _of(value, frozenset())
 
 
 def _of(value: Any, around: frozenset[int]) -> Any:
-    """Returns the identity of a value; `...` for an object that contains it (one with an id in `around`)."""
+    """`around` has the ids of the objects that contain `value`."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
@@ -120,6 +113,5 @@ def _of_function(value: types.FunctionType, around: frozenset[int]) -> dict[str,
 
 
 def _of_code(code: types.CodeType, around: frozenset[int]) -> str:
-    """Returns a digest of instructions, constants and names, with those of the functions inside."""
     plain = [code.co_code.hex(), [_of(constant, around) for constant in code.co_consts], list(code.co_names)]
     return hashlib.sha256(json.dumps(plain).encode()).hexdigest()

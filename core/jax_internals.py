@@ -1,8 +1,4 @@
-"""Wraps the parts of JAX's private API that Renga uses.
-
-Their public counterparts do not exist or would initialize devices. No other module uses private names of JAX
-(tests/test_house.py), and names are written out in full, so that tests/test_library_names.py can name one that is gone.
-"""
+"""Wraps the parts of JAX's private API that Renga uses."""
 
 import inspect
 from collections.abc import Sequence
@@ -16,27 +12,27 @@ from jax.extend.core import JaxprEqn
 
 
 def backends_are_initialized() -> bool:
-    """Returns True if this process has initialized its devices."""
+    """Returns whether this process has initialized its devices."""
     return xla_bridge.backends_are_initialized()
 
 
 def process_index() -> int:
-    """Returns the index of this host; `jax.process_index()` would initialize the devices."""
+    """Returns the index of this host, without initializing the devices."""
     return distributed.global_state.process_id
 
 
 def process_count() -> int:
-    """Returns the number of hosts; `jax.process_count()` would initialize the devices."""
+    """Returns the number of hosts, without initializing the devices."""
     return distributed.global_state.num_processes
 
 
 def coordination_client() -> Any:
-    """Returns the client of the coordination service (barriers, key-value store); None in a single process."""
+    """Returns the client of JAX's coordination service; None if there is none."""
     return distributed.global_state.client
 
 
 def detected_cluster(timeout_seconds: float) -> tuple[str | None, int | None, int | None]:
-    """Returns the coordinator's address, the number of processes and this one's index; each None if not detected."""
+    """Returns the coordinator's address, the number of processes and this one's index; each may be None."""
     coordinator, process_count, process_index, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, int(timeout_seconds)
     )
@@ -44,7 +40,7 @@ def detected_cluster(timeout_seconds: float) -> tuple[str | None, int | None, in
 
 
 def addresses_of_slice() -> Sequence[str]:
-    """Returns the addresses of the hosts of this TPU slice, in order; empty on a machine outside a slice."""
+    """Returns the addresses of the hosts of this TPU slice; empty outside of one."""
     if cloud_tpu_cluster.GceTpuCluster.is_env_present():
         return cloud_tpu_cluster.GceTpuCluster._get_worker_list_in_slice()
     if cloud_tpu_cluster.GkeTpuCluster.is_env_present():
@@ -53,15 +49,12 @@ def addresses_of_slice() -> Sequence[str]:
 
 
 def source_of(equation: JaxprEqn) -> str:
-    """Returns the place in the user's source that an equation comes from: `model.py:12:8 (function)`."""
+    """Returns where an equation comes from in the user's source: `model.py:12:8 (function)`."""
     return source_info_util.summarize(equation.source_info)
 
 
 def run_equation(equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation of a trace on values; returns its results.
-
-    The operations keep the source line and the name stack of the equation.
-    """
+    """Runs one equation of a jaxpr on values; returns its results."""
     parameters = equation.primitive.get_bind_params(equation.params)
     name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
     context = source_info_util.user_context(equation.source_info.traceback, name_stack=name_stack)
@@ -71,7 +64,7 @@ def run_equation(equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def cudnn_version() -> int | None:
-    """Returns the version of cuDNN that JAX has found, such as 91002; None if there is none."""
+    """Returns the version of cuDNN that JAX has found, such as 91002; None without one."""
     try:
         return fused_attention_stablehlo.check_cudnn_version()
     except RuntimeError:  # it has no other answer
@@ -103,22 +96,19 @@ def splash_gradients(
     log_total: jax.Array,
     d_means: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of a splash kernel with respect to queries, keys and values.
+    """Returns the gradients of a splash attention kernel for queries, keys and values.
 
-    The kernel's public derivative uses the normalizers of its own keys only; in a ring they are those of all keys.
-    Shapes: H query heads, N key heads, T queries, S keys, K entries per head.
+    In a ring, the normalizers are those of all keys; the kernel's public derivative uses those of its own keys. Shapes:
+    H query heads, N key heads, T queries, S keys, K entries per head.
 
     Args:
       kernel: a `SplashAttentionKernel`.
-      q: queries, [H, T, K].
-      k, v: keys and values, [N, S, K].
+      q: [H, T, K].
+      k, v: [N, S, K].
       segments: `SegmentIds` of queries and keys.
-      means: outputs of attention over all keys of the ring, [H, T, K].
+      means: outputs of attention over all keys, [H, T, K].
       log_total: logs of their normalizers, [H, T].
       d_means: gradient with respect to `means`, [H, T, K].
-
-    Raises:
-      RuntimeError: this version of JAX has no such derivative, or one with other parameters.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel  # runs with a ring only
 

@@ -1,8 +1,4 @@
-"""Finds out from their messages what errors of libraries mean.
-
-XLA, TensorStore and Gloo report a status in the text of an exception of a common type, such as
-`RESOURCE_EXHAUSTED: Out of memory while trying to allocate …`, and offer it in no other form.
-"""
+"""Recognizes errors of XLA, TensorStore, Gloo and the system by the text of their messages."""
 
 import errno
 import os
@@ -39,45 +35,36 @@ def _statuses(error: BaseException) -> set[str]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that memory of the devices or of this process is exhausted."""
+    """Returns whether an error says that memory is exhausted."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in _statuses(error)
     )
 
 
 def is_of_reader(error: BaseException) -> bool:
-    """Returns whether an error says that reading failed for a reason other than damage, such as permissions."""
+    """Returns whether an error is of the service or the reader, such as UNAVAILABLE, not of the data."""
     return not _statuses(error).isdisjoint(_READERS)
 
 
 def is_not_found(error: BaseException) -> bool:
-    """Returns whether an error says that something that was to be read is not there."""
+    """Returns whether an error says that what was to be read is not there."""
     return isinstance(error, FileNotFoundError) or "NOT_FOUND" in _statuses(error)
 
 
 def is_unconnected(error: BaseException) -> bool:
-    """Returns whether an error says that simulated hosts did not connect for a collective (Gloo)."""
+    """Returns whether an error says that hosts did not connect for a collective (Gloo)."""
     return "Gloo context initialization failed" in str(error)
 
 
 class Shortage(NamedTuple):
-    """An exhausted resource.
-
-    Attributes:
-      said: the system's message, such as `No space left on device`.
-      mending: what a user can do about it, as an instruction.
-    """
+    """An exhausted resource: the system's message, and what a user can do."""
 
     said: str
     mending: str
 
 
 def shortage(error: BaseException) -> Shortage | None:
-    """Returns what an error reports as exhausted, a disk or the number of open files; None if it reports neither.
-
-    A disk counts as exhausted if it has no free blocks or inodes, or a quota or the limit on file sizes is exceeded. An
-    error whose `errno` is none of these is recognized by its text.
-    """
+    """Returns what an error reports as exhausted, disk space or open files; None if neither."""
     number = error.errno if isinstance(error, OSError) else None
     for said, (known, mending) in _SHORTAGES.items():
         if number == known or (number not in _NUMBERS and said in str(error)):
@@ -86,10 +73,6 @@ def shortage(error: BaseException) -> Shortage | None:
 
 
 def absent_tasks(error: BaseException) -> list[int]:
-    """Returns the indices of processes that did not come to a barrier of JAX's coordination service; [] if unnamed.
-
-    Args:
-      error: the error of the barrier.
-    """
+    """Returns indices of the processes missing at a barrier of JAX's coordination service."""
     listed = re.search(r"timed out task names:\s*((?:\S*\d+\s+)+)", f"{error}\n")
     return sorted(map(int, re.findall(r"(\d+)\s", listed[1]))) if listed else []

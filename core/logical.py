@@ -1,13 +1,8 @@
 """Logical axes: names for the meaning of array dimensions, which a strategy maps to mesh axes.
 
 A model calls `param("wq", (D, H, K), ("embed", "heads", "head_dim"), init)` and `constrain(x, "batch", "length",
-"embed")`, and never names mesh axes. A strategy supplies two tables from logical to mesh axes: one for stored
-parameters, one for activations. The tables reach the model through a context variable while it is traced, so the same
-model runs under every layout, or without one.
-
-`abstract_init` records a `ParamSpec` for each parameter while it traces `init` abstractly. JAX does not trace the same
-function twice, and a second call would record nothing; `abstract_init` therefore traces a new closure at each call, and
-checks that every parameter was recorded.
+"embed")`. A strategy supplies two tables from logical to mesh axes, one for stored parameters and one for activations.
+They reach the model through a context while it is traced.
 """
 
 import contextlib
@@ -60,12 +55,6 @@ EXPERT_BATCH = "expert_batch"
 
 
 class _Declared(NamedTuple):
-    """An axis for which tables need no row.
-
-    Attributes:
-      meaning, mesh_axis, like: the arguments of `declare`.
-    """
-
     meaning: str
     mesh_axis: str | None = None
     like: str | None = None
@@ -80,11 +69,7 @@ _declared: dict[str, _Declared] = {
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The logical axis of each dimension of one array. Not a tuple, so that it is a leaf of a pytree.
-
-    Attributes:
-      names: the axis of each dimension; None for a dimension without one.
-    """
+    """The logical axis of each dimension of one array, or None; a leaf of a pytree."""
 
     names: tuple[str | None, ...]
 
@@ -94,11 +79,7 @@ class Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _Tables:
-    """A strategy's tables, hashed by value because they are part of JAX's trace key.
-
-    Attributes:
-      activations, params: mesh axes by logical axis, for activations and for parameters.
-    """
+    """A strategy's tables, hashed by value because they are part of JAX's trace key."""
 
     activations: Rules
     params: Rules
@@ -124,10 +105,7 @@ def _set(variable: contextvars.ContextVar, value) -> Iterator[Any]:
 
 
 def sharding_rules(activations: Rules, params: Rules) -> contextlib.AbstractContextManager:
-    """Context in which `constrain` and `lookup_specs` use a strategy's tables; enter it inside `jax.set_mesh`.
-
-    A jitted function is traced once for each pair of tables under which it is called.
-    """
+    """Context that sets a strategy's tables for tracing; enter it inside `jax.set_mesh`."""
     return _tables(_Tables(dict(activations), dict(params)))
 
 
@@ -135,30 +113,22 @@ def sharding_rules(activations: Rules, params: Rules) -> contextlib.AbstractCont
 def lifted(name: str, *, layers: str = "") -> Iterator[None]:
     """Context in which parameters belong to a function that `hk.lift` calls `name`.
 
-    Args:
-      name: module name of the parameters.
-      layers: for a layer stack: the leading axis that its parameters gain, one of `STACKED`; "": none.
+    `layers` is the axis of `STACKED` that a layer stack adds; "": none.
     """
     with _set(_lifted, (*_lifted.get(), name)), _set(_stacks, (*_stacks.get(), *((layers,) if layers else ()))):
         yield
 
 
 def declare(name: str, meaning: str, *, mesh_axis: str | None = None, like: str | None = None) -> None:
-    """Adds a logical axis of one model or strategy.
+    """Adds a logical axis of one model or strategy; call it at the top of a module.
 
-    Call it at the top of the module that uses the axis. Tables need no row for it.
+    Under a table without a row for it, the axis is replicated unless `mesh_axis` or `like` is given.
 
     Args:
-      name: for example `patches`.
-      meaning: what the axis counts, in a few words.
-      mesh_axis: what shards it under a table without a row for it, if that table uses this mesh axis. By default,
-        and under other tables, it is replicated.
-      like: a logical axis that never occurs in the same array. Under a table without a row for the new axis, the mesh
-        axes of `like` shard it.
-
-    Raises:
-      UserError: the name is not a lower-case identifier, the meaning is empty, the axis was declared otherwise before,
-        both `mesh_axis` and `like` are given, or `like` is no logical axis.
+      name: a lower-case identifier.
+      meaning: what the axis counts.
+      mesh_axis: mesh axis that shards it, if the table uses that mesh axis.
+      like: logical axis, never in the same array, whose mesh axes shard it.
     """
     if not (name.isidentifier() and name.islower() and meaning):
         raise UserError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
@@ -177,19 +147,15 @@ def declare(name: str, meaning: str, *, mesh_axis: str | None = None, like: str 
 
 
 def all_axes() -> Mapping[str, str]:
-    """Returns the meaning of every logical axis by name: those of this workspace, then the declared ones."""
+    """Returns the meaning of every logical axis, by name."""
     return {**LOGICAL_AXES, **{name: axis.meaning for name, axis in _declared.items()}}
 
 
 def row(rules: Rules, name: str) -> MeshAxes:
-    """Returns the mesh axes that a table assigns to a logical axis; for a declared axis without a row, see `declare`.
+    """Returns the mesh axes that a table assigns to a logical axis.
 
-    `expert_batch`, the rows of an array that also has the axis `expert`, gets the mesh axes of `batch` that `expert`
-    does not use. Laying out an array ("expert", "batch", …) as ("expert", "expert_batch", …) sends tokens to the chips
-    of their experts (an all-to-all).
-
-    Raises:
-      UserError: the table lacks the name.
+    Without a row, `expert_batch` gets the mesh axes of `batch` that `expert` does not use: an array [expert, batch,
+    ...] that becomes [expert, expert_batch, ...] sends tokens to the chips of their experts (an all-to-all).
     """
     if name in rules:
         return rules[name]
@@ -205,7 +171,7 @@ def row(rules: Rules, name: str) -> MeshAxes:
 
 
 def check_names(names: Sequence[str | None], *, where: str) -> None:
-    """Raises UserError for a name that is not a logical axis; the message begins with `where`."""
+    """Raises UserError for a name that is not a logical axis."""
     known = all_axes()
     for name in names:
         if name is not None and name not in known:
@@ -218,7 +184,7 @@ def check_names(names: Sequence[str | None], *, where: str) -> None:
 
 
 def is_stacked(names: Sequence[str | None]) -> bool:
-    """Returns whether the first of these axes counts the layers of a stack."""
+    """Returns whether the first axis counts the layers of a stack."""
     return bool(names) and names[0] in STACKED
 
 
@@ -228,21 +194,12 @@ def mesh_axes(axes: MeshAxes) -> tuple[str, ...]:
 
 
 def shards(axes: MeshAxes, sizes: Mapping[str, int]) -> int:
-    """Returns the number of shards into which these mesh axes split a dimension; `sizes` has the size of each axis."""
+    """Returns the number of shards into which these mesh axes split a dimension."""
     return math.prod(sizes[axis] for axis in mesh_axes(axes))
 
 
 def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = lambda _: True) -> PartitionSpec:
-    """Returns the `PartitionSpec` of an array with these logical axes.
-
-    Args:
-      axes: logical axis of each dimension.
-      rules: the table.
-      keep: selects the mesh axes to use; the others are left out.
-
-    Raises:
-      UserError: the table lacks a name, or would use a mesh axis twice in this array.
-    """
+    """Returns the `PartitionSpec` of an array with these logical axes; `keep` selects mesh axes."""
     entries: list[str | tuple[str, ...] | None] = []
     used: dict[str, str | None] = {}
     for name in axes.names:
@@ -262,14 +219,9 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains the sharding of `x` by the strategy's table of activations.
+    """Constrains the sharding of `x` by the strategy's activation table, over automatic mesh axes.
 
-    Returns `x` unchanged without a strategy or a mesh. Works under jit, under `vmap(..., spmd_axis_name)` and inside a
-    partly manual `shard_map`: only mesh axes that are still automatic are used.
-
-    Raises:
-      UserError: the number of names is not the rank of x, a name is unknown, the table lacks a name or gives two
-        dimensions one mesh axis, or a dimension does not divide evenly.
+    Returns `x` unchanged without a strategy or a mesh.
     """
     if len(names) != x.ndim:
         raise UserError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
@@ -283,11 +235,9 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def constrain_stored(x: jax.Array, axes: Axes) -> jax.Array:
-    """Constrains the sharding of a parameter by the strategy's table of stored parameters, over automatic mesh axes.
+    """Constrains `x` to the layout of a stored parameter, over automatic mesh axes.
 
     Returns `x` unchanged without a strategy or a mesh.
-
-    Raises UserError as `partition_spec`.
     """
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
@@ -307,21 +257,18 @@ def _check_divides(shape: Sequence[int], axes: Axes, spec: PartitionSpec, sizes:
 
 
 def nearest_multiples(size: int, unit: int) -> list[int]:
-    """Returns the largest multiple of `unit` up to `size`, if there is one, and the smallest one above `size`."""
+    """Returns the largest multiple of `unit` up to `size`, if any, and the smallest above."""
     return sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
 
 
 def automatic_axes() -> set[str]:
-    """Returns the mesh axes that the partitioner controls, without those of an enclosing manual region."""
+    """Returns the mesh axes that the partitioner controls, of type Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
 
 
 def activation_spec(*names: str | None) -> PartitionSpec | None:
-    """Returns the spec of an activation with these axes over automatic mesh axes; None without a strategy or mesh.
-
-    Raises UserError as `partition_spec`.
-    """
+    """Returns the spec of an activation over automatic mesh axes; None without a strategy or mesh."""
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
         return None
@@ -329,13 +276,10 @@ def activation_spec(*names: str | None) -> PartitionSpec | None:
 
 
 class LookupSpecs(NamedTuple):
-    """Layouts for computing the gradient of an embedding table from the gradients of the rows that were looked up.
+    """Layouts for computing the gradient of an embedding table from gradients of looked-up rows.
 
     Attributes:
-      table: layout of the table, as the parameter is stored.
-      moves: successive layouts of the row gradients [..., columns]. Each mesh axis that stores columns of the table
-        moves in turn from the rows to the columns (an all-to-all each); axes that store rows of the table are removed
-        last. Then a chip has its columns of every row.
+      moves: successive layouts of the row gradients [..., columns].
     """
 
     table: PartitionSpec
@@ -343,23 +287,15 @@ class LookupSpecs(NamedTuple):
 
     @property
     def ids(self) -> PartitionSpec:
-        """Layout of the indices [...]: the last entry of `moves` without its column axis."""
+        """Layout of the indices [...] that goes with the last of `moves`."""
         return PartitionSpec(*self.moves[-1][:-1])
 
 
 def lookup_specs(table: tuple[str | None, str], rows: Sequence[str | None]) -> LookupSpecs | None:
-    """Returns the layouts for summing the gradient of a table [rows, columns] directly into its stored shards.
+    """Returns layouts for summing the gradient of a table [rows, columns] into its shards.
 
-    Args:
-      table: logical axes of the table.
-      rows: logical axes of the indices.
-
-    Returns:
-      The layouts over automatic mesh axes. None without a strategy or a mesh, and for a table that is sharded over both
-      dimensions inside a region that is manual over some mesh axes: XLA for TPU crashes when it partitions that sum.
-
-    Raises:
-      UserError: as `partition_spec`.
+    None without a strategy or a mesh, and where XLA for TPU crashes: for a table sharded over both dimensions in a
+    partly manual region.
     """
     tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
     if tables is None or mesh.empty:
@@ -395,22 +331,13 @@ def param(
     """Creates a Haiku parameter with named axes.
 
     Args:
-      name: name within the current module.
-      shape: shape of one layer's parameter; a layer stack adds the leading dimension.
+      shape: its shape; a layer stack adds a leading dimension.
       axes: logical axis of each dimension of `shape`.
-      init: initializer, called as `init(shape, dtype)`.
-      kind, in_dims, stacked, trainable: information for optimizers, as in `core.parameters.ParamSpec`. A layer stack
-        adds 1 to `stacked`.
+      init: called as `init(shape, dtype)`.
+      kind, in_dims, stacked, trainable: as in `core.parameters.ParamSpec`.
       dtype: stored dtype.
-      compute_dtype: returned dtype; None: the stored one. The cast comes before any all-gather, which then moves the
-        narrower dtype.
-      as_stored: whether to return the parameter in its stored dtype and layout, for callers that cast and constrain it.
-
-    Returns:
-      [*shape], laid out for computation by the activation table unless `as_stored`.
-
-    Raises:
-      UserError: the axes are not as many as the dimensions, an axis is unknown, or `ParamSpec` or `constrain` fails.
+      compute_dtype: dtype of the result; None: `dtype`. The cast precedes any all-gather.
+      as_stored: whether to return it as stored, not cast and laid out by the activation table.
     """
     names = tuple(axes)
     where = f"parameter {hk.experimental.current_name()}/{name}"
@@ -428,7 +355,6 @@ def param(
 
 
 def _remember(name: str, spec: ParamSpec) -> None:
-    """Records the spec of a parameter of the current module, if `abstract_init` is running."""
     record = _record.get()
     if record is not None and hk.running_init():
         path = "/".join((*_lifted.get(), hk.experimental.current_name()))
@@ -436,12 +362,7 @@ def _remember(name: str, spec: ParamSpec) -> None:
 
 
 class _Names(NamedTuple):
-    """The names that `named` gives.
-
-    Attributes:
-      table: the `ParamSpec` of each pattern over paths.
-      within: module names of the lifted functions around the one that is traced, outermost first.
-    """
+    """What `named` gives; `within` has the module names of the enclosing lifted functions, outermost first."""
 
     table: Mapping[str, ParamSpec]
     within: tuple[str, ...]
@@ -451,24 +372,17 @@ _names: contextvars.ContextVar[_Names | None] = contextvars.ContextVar("names", 
 
 
 def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -> Callable:
-    """Returns `fn`, a Haiku function that uses stock modules such as `hk.Linear`, with axes for their parameters.
+    """Returns a Haiku function of stock modules, such as `hk.Linear`, with axes for their parameters.
 
         NAMES = {"*/attn/linear/w": ("heads", "embed"), "*/attn/*/w": ("embed", "heads"), "*ln*": ("norm",), …}
         net = hk.transform(logical.named(forward, NAMES))
 
-    These parameters are stored in float32 (or the dtype of their `ParamSpec`), and returned in the dtype that the
-    module asks for, laid out for computation, as `param` returns its own. Parameters that are made by `param` are not
-    affected. A layer stack inside the function uses the same table for its blocks, with its own name as the first part
-    of their paths.
+    They are stored in float32, or the dtype of their `ParamSpec`. A layer stack inside the function uses the same
+    table; paths of its parameters begin with the name of the stack.
 
     Args:
-      fn: a Haiku function.
-      table: for each pattern over paths (`layers/block/attn/query/w`; shell wildcards; the first that matches counts)
-        the axes of the parameter, or its `ParamSpec`.
-
-    Raises:
-      UserError: an unknown axis; in `fn`, a parameter with another number of dimensions than axes, or Haiku state. A
-        parameter that no pattern matches is an error in `abstract_init`.
+      fn: a Haiku function without state.
+      table: axes or `ParamSpec` by pattern over paths (shell wildcards); the first that matches counts.
     """
     specs = {}
     for pattern, entry in table.items():
@@ -479,11 +393,9 @@ def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -
 
 
 def named_within(fn: Callable, name: str) -> Callable:
-    """Returns `fn` with the table that `named` gave to the Haiku function that is being traced, if it gave one.
+    """Returns `fn`, for its own `hk.transform`, with the table of the enclosing `named`, if any.
 
-    Args:
-      fn: a function that is passed to its own `hk.transform`.
-      name: module name of its parameters in the outer function.
+    `name` is the module name of its parameters in the outer function.
     """
     names = _names.get()
     return fn if names is None else _with_names(fn, names._replace(within=(*names.within, name)))
@@ -542,14 +454,9 @@ def _has_state(name: str) -> UserError:
 
 
 def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
-    """Returns shapes and specs of the parameters that `init(*args)` would create, without creating them.
+    """Returns trees of shapes and of specs of the parameters that `init(*args)` would create.
 
-    Returns:
-      Two trees of the same structure, with `jax.ShapeDtypeStruct` and `ParamSpec` leaves.
-
-    Raises:
-      UserError: lists the parameters that were created without `param` and without an entry of `named`, so that their
-        axes have no names.
+    It traces a new closure at each call: JAX would not trace the same function again, so nothing would be recorded.
     """
     with _set(_record, {}) as record:
         shapes = jax.eval_shape(lambda *a: init(*a), *args)
@@ -572,15 +479,11 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
 
 
 def frozen(params: Params, patterns: Sequence[str], dtype: str | None = None) -> Params:
-    """Freezes parameters at the end of a model's `init`, so that training keeps their bits; returns all parameters.
+    """Freezes parameters at the end of a model's `init`; returns all parameters.
 
     Args:
-      params: what `init` created.
-      patterns: shell wildcards over paths (`layers/block/query`) of the parameters to freeze.
-      dtype: dtype in which floating-point ones are stored; None: the dtype that they have.
-
-    Raises:
-      UserError: a pattern matches no parameter.
+      patterns: shell wildcards over paths (`layers/block/query`).
+      dtype: stored dtype of frozen floating-point parameters; None: unchanged.
     """
     chosen, record = parameters.matches(params, patterns, where="frozen"), _record.get() or {}
     stored = {module: dict(leaves) for module, leaves in params.items()}

@@ -9,11 +9,9 @@ from core.types import ChoosesDtype, ChoosesKernels, ChoosesRemat, ListsSettings
 
 
 def differing_settings(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns `{setting: (their value, our value)}` for the settings that both models have and in which they differ.
+    """Returns `{setting: (their value, our value)}` for settings of both models that differ.
 
-    The settings of a dataclass without the ability `ListsSettings` are its fields, except those that describe how a run
-    computes (the dtype, the kind of rematerialization and of attention, and chunks of the loss), and except values that
-    are not hashable.
+    Fields that choose how a model computes, such as its dtype, are left out unless the model lists them.
     """
     found, others = _settings(ours), _settings(theirs)
     return {name: (others[name], found[name]) for name in found if name in others and others[name] != found[name]}

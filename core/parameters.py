@@ -1,12 +1,7 @@
 """Describes parameters, selects them by path or `ParamSpec`, and applies optimizer rules per layer or per matrix.
 
-A `ParamSpec` is what is known of a parameter besides its value. A model states it where it makes the parameter
-(`core.logical.param`). Optimizers, layouts and reports read it, so that none of them has to recognize parameters by
-name, and a model of any origin is treated alike.
-
 A layer stack stores one array [layers, ...] where papers describe one matrix per layer. Rules that use a whole matrix
-(its root mean square, its rows and columns, its singular values) are applied to each layer separately, so that training
-does not depend on how layers are stored. The same holds for other stacked dimensions, such as experts.
+are applied to each layer separately.
 """
 
 from __future__ import annotations
@@ -43,24 +38,16 @@ KINDS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Describes one parameter. Not a pytree, so that it is a leaf.
+    """Describes one parameter; a leaf of a pytree.
 
     Attributes:
-      axes: logical axis of each dimension, of a stacked parameter including the layers.
-      kind: one of `KINDS`. By default it follows from the axes; the first that applies: "constant" if not trainable;
-        "norm" with the axis `norm`; "bias" with at most one dimension that is not stacked; "embedding" with the axis
-        `vocab`; "matrix". A "table" has one row for each of many items, of which a step reads a few.
-      in_dims: number of input dimensions (rows) of a matrix, after the stacked ones; the others are outputs. A
-        query weight [embed, heads, head_dim] has 1, an output weight [heads, head_dim, embed] has 2.
-      stacked: how many leading dimensions count independent parameters, such as layers or experts. Optimizers treat
-        each of them as a parameter of its own.
-      trainable: whether the parameter is trained; otherwise it has no optimizer state, and training leaves its bits
-        unchanged.
-      dtype: dtype of the stored parameter.
-
-    Raises:
-      UserError: an unknown kind, "constant" for a trained parameter, or dimensions that do not fit `stacked` or
-        `in_dims`.
+      axes: logical axis of each dimension, with the stacked ones.
+      kind: one of `KINDS`; "": the first that applies of "constant" if not trainable, "norm" with the axis `norm`,
+        "bias" with at most one unstacked dimension, "embedding" with the axis `vocab`, "matrix".
+      in_dims: number of input dimensions of a matrix; an output weight [heads, head_dim, embed] has 2.
+      stacked: number of leading dimensions that count independent parameters, such as layers or experts.
+      trainable: whether the parameter is trained; otherwise it has no optimizer state.
+      dtype: stored dtype.
     """
 
     axes: tuple[str | None, ...]
@@ -98,15 +85,15 @@ class ParamSpec:
         return "embedding" if "vocab" in own else "matrix"
 
     def in_stack(self, *layers: str) -> ParamSpec:
-        """Returns the spec of the stacked parameter, which gains a leading dimension for each of these logical axes."""
+        """Returns the spec with a leading stacked dimension for each of these axes."""
         return dataclasses.replace(self, axes=(*layers, *self.axes), stacked=self.stacked + len(layers))
 
     def frozen(self, dtype: str) -> ParamSpec:
-        """Returns the spec of a frozen parameter: not trained, and stored in the given dtype."""
+        """Returns the spec with `trainable` False, and this dtype."""
         return dataclasses.replace(self, trainable=False, dtype=dtype)
 
     def sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the numbers of rows and columns of one layer's matrix, given its shape [inputs ..., outputs ...]."""
+        """Returns the numbers of rows and columns of a matrix of shape [inputs ..., outputs ...]."""
         return math.prod(shape[: self.in_dims]), math.prod(shape[self.in_dims :])
 
 
@@ -114,11 +101,7 @@ Specs = Mapping[str, Mapping[str, ParamSpec]]  # of all parameters of a model
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """Formats a key path as `layers/block/query` or `1/mu/layers/block/query`, without Haiku's `~`.
-
-    The path of a parameter has the names of the stack (or tail) that it is in, of the Haiku modules around it, and its
-    own. A block that makes it outside of any module adds none: `layers/query`.
-    """
+    """Formats a key path as `layers/block/query`, without Haiku's `~`."""
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path).replace("~/", "")
 
 
@@ -128,15 +111,9 @@ def names(params: Params | Specs) -> list[str]:
 
 
 def matches(params: Params | Specs, patterns: Sequence[str], *, where: str = "patterns") -> Any:
-    """Returns a tree of booleans: whether the path of each parameter matches one of the patterns.
+    """Returns a tree of booleans: whether a parameter's path matches a pattern (shell wildcards).
 
-    Args:
-      params: the parameters, or their specs.
-      patterns: shell wildcards.
-      where: name of the patterns, for the error.
-
-    Raises:
-      UserError: a pattern matches no parameter.
+    Raises UserError if a pattern matches no parameter.
     """
     unused = [p for p in patterns if not any_matches(params, p)]
     if unused:
@@ -150,21 +127,14 @@ def matches(params: Params | Specs, patterns: Sequence[str], *, where: str = "pa
 
 
 def any_matches(params: Params | Specs, pattern: str) -> bool:
-    """Returns True if a pattern matches the path of at least one parameter."""
+    """Returns whether a pattern matches the path of a parameter."""
     return any(fnmatch.fnmatch(name, pattern) for name in names(params))
 
 
 def renamed(names: Sequence[str], renames: Mapping[str, str], *, where: str) -> dict[str, str]:
     """Returns the new name of each name; names that no pattern matches keep theirs.
 
-    Args:
-      names: such as paths of parameters.
-      renames: new pattern by old pattern, such as `{"decoder/*": "layers/*"}`: what `*` stands for in the old name
-        replaces `*` in the new one. The first pattern that matches counts.
-      where: name of the renames, for the error.
-
-    Raises:
-      UserError: a pattern matches no name, two patterns have different numbers of `*`, or two names become equal.
+    `renames` has the new by the old pattern, such as `{"decoder/*": "layers/*"}`; the first that matches counts.
     """
     rules = []
     for old, new in renames.items():
@@ -188,16 +158,12 @@ def renamed(names: Sequence[str], renames: Mapping[str, str], *, where: str) -> 
 
 
 def with_kinds(specs: Specs) -> str:
-    """Lists parameters with their kinds, for messages."""
+    """Lists parameters with their kinds, as text."""
     return ", ".join(f"{path_name(path)} ({spec.kind})" for path, spec in jax.tree_util.tree_leaves_with_path(specs))
 
 
 def lookup(tree: Any) -> Callable[[Sequence[Any]], Any]:
-    """Returns a function from the path of a parameter to the leaf of `tree` (such as its spec) at that path.
-
-    It serves trees that lack some of the parameters, as optax passes them to masked transformations. For a path that is
-    not in `tree`, it raises UserError.
-    """
+    """Returns a function from a parameter's path to the leaf of `tree` at that path."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(tree))
 
     def at(path: Sequence[Any]) -> Any:
@@ -212,7 +178,7 @@ def lookup(tree: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 def labeled(tree: Any) -> Callable[[Params], Any]:
-    """Returns a function that maps a tree of some parameters to a like tree of the leaves of `tree` at their paths."""
+    """Returns a function that replaces the parameters of a tree by the leaves of `tree` at their paths."""
     at = lookup(tree)
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: at(path), params)
 
@@ -220,14 +186,11 @@ def labeled(tree: Any) -> Callable[[Params], Any]:
 def by_layer(
     rule: optax.GradientTransformation, specs: Specs, *, in_turn: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that applies `rule` to each layer of a stack as if it were a separate parameter.
+    """Returns a transformation that applies `rule` to each layer of a stack as a separate parameter.
 
     Args:
-      rule: the transformation; its state for a stacked parameter [layers, ...] gains the same leading dimensions. Other
-        arguments of an update, such as the loss, are the same for all layers.
-      specs: specs of the parameters; `ParamSpec.stacked` dimensions count layers, or other independent parameters.
-      in_turn: whether to process the layers (of the axis `layers`) one after the other, for rules whose intermediate
-        results are as large as the matrix. Otherwise, and over other stacked axes such as experts, all are vectorized.
+      rule: its state for a parameter [layers, ...] gains the same leading dimensions.
+      in_turn: whether the axis `layers` is not vectorized, for rules with large intermediate results.
     """
     spec_at, rule = lookup(specs), optax.with_extra_args_support(rule)
 
@@ -263,7 +226,7 @@ _OF_LAYERS = re.compile(r"inner_states/(whole|\d+ \w+( x \d+ \w+)*)/inner_state/
 
 
 def outside_layers(name: str) -> str:
-    """Returns a leaf's name in the optimizer state without `by_layer`, given its name with `by_layer`."""
+    """Returns a leaf's name in the optimizer state without what `by_layer` adds to it."""
     return _OF_LAYERS.sub("", name)
 
 
@@ -272,9 +235,9 @@ def _in_turn(update: Callable) -> Callable:
 
 
 def as_matrices(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformation:
-    """Returns a transformation that applies `rule` to matrices reshaped to [rows, columns]; for use within `by_layer`.
+    """Returns a transformation that applies `rule` to matrices reshaped to [rows, columns].
 
-    The state of the rule has the reshaped form. Other parameters keep their shape.
+    For use within `by_layer`.
     """
     spec_at = lookup(specs)
 
@@ -293,7 +256,7 @@ def as_matrices(rule: optax.GradientTransformation, specs: Specs) -> optax.Gradi
 
 
 def dimension_numbers(specs: Specs) -> Callable[[Params], Any]:
-    """Returns a function from matrices, as `by_layer` passes them, to a tree of their `MuonDimensionNumbers`."""
+    """Returns a function from matrices, as `by_layer` passes them, to their `MuonDimensionNumbers`."""
     spec_at = lookup(specs)
 
     def of(path, p: jax.Array) -> MuonDimensionNumbers:
@@ -304,7 +267,7 @@ def dimension_numbers(specs: Specs) -> Callable[[Params], Any]:
 
 
 def scale_to_rms(rms: float, specs: Specs) -> optax.GradientTransformation:
-    """Returns a transformation that scales orthogonal updates to a root mean square of `rms`, whatever their shape.
+    """Returns a transformation that scales orthogonal updates to a root mean square of `rms`.
 
     For use within `by_layer`.
     """

@@ -1,15 +1,12 @@
 """Random keys for the rows of the global batch, independent of the layout.
 
-A model that uses randomness (dropout, noise) must draw the same bits for a row wherever the row is computed: on one
-chip or sixteen, in one batch or in microbatches. Bits are therefore keyed by (seed, step, layer, global row), and never
-depend on the shape of a local batch.
+Bits are keyed by (seed, step, layer, global row), so that a row has the same bits on any chip and in any microbatch.
 
     rows = row_ids(batch)                                                                 # [B]
     x = dropout(hk.next_rng_key(), 0.1, x, rows)                                          # [B, ...]
     keys = row_keys(hk.next_rng_key(), rows)                                              # [B], for other draws
 
-The step's key contains seed and step, and the key that `layer_stack` passes to a block contains the layer. `core.step`
-adds the rows to the batch as `row_ids`; a block gets them through its `side`.
+A block of a layer stack gets the rows through its `side`.
 """
 
 from collections import Counter
@@ -52,17 +49,14 @@ def dropout(
     *,
     arranged: Callable[[jax.Array], jax.Array] = lambda kept: kept,
 ) -> jax.Array:
-    """Sets entries of x to zero with probability `rate` and scales the others by 1 / (1 - rate), as `hk.dropout`.
+    """Dropout as in `hk.dropout`, with random bits per global row.
 
     Args:
       key: the key for all rows.
-      rate: from 0 to below 1.
+      rate: probability that an entry becomes 0; below 1.
       x: [B, ...].
       rows: [B], the global row of each row of x.
-      arranged: brings the mask, which has the shape of x, into the order of x, if entries of x have been permuted.
-
-    Raises:
-      UserError: `rate` is out of its range, or `rows` has another shape.
+      arranged: brings the mask into the order of x, if x was permuted.
     """
     if not 0 <= rate < 1:
         raise UserError(f"random_bits.dropout: rate = {rate}: expected from 0 to below 1")
@@ -76,18 +70,9 @@ def dropout(
 
 
 def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
-    """Raises an error for a model that draws random bits for all rows with one key: microbatches would share the bits.
+    """Raises UserError for a model that draws random bits for all rows with one key.
 
-    Each microbatch has the same key, so such a model (for example stock `hk.dropout`) would draw the same bits in all
-    of them. A draw is considered to be for all rows if its shape, or the number of draws, grows with the batch.
-
-    Args:
-      model: its loss is traced with the batch, and with a batch of twice as many rows.
-      params: shapes and dtypes of the parameters.
-      spec: fields of the batch.
-
-    Raises:
-      UserError: names the draws and says how to draw per row.
+    Microbatches have the same key, so they would share the bits.
     """
     rows = batch_size(spec)
     if not (found := Counter(_draws(model, params, batch_shapes(spec)))):
@@ -113,12 +98,7 @@ def refuse_shared_draws(model: Model, params: Params, spec: BatchSpec) -> None:
 
 
 class Uses(NamedTuple):
-    """Where a model uses random numbers.
-
-    Attributes:
-      init: whether initial parameters depend on the rng.
-      training, evaluation: whether the loss draws random bits in training, and in evaluation.
-    """
+    """Where a model uses random numbers: for initial parameters, in training, and in evaluation."""
 
     init: bool
     training: bool
@@ -126,7 +106,7 @@ class Uses(NamedTuple):
 
 
 def uses(model: Model, spec: BatchSpec) -> Uses:
-    """Returns where a model uses random numbers, by tracing it with batches of `spec`."""
+    """Returns where a model uses random numbers, by tracing it."""
     key, batch = jax.eval_shape(lambda: jax.random.key(0)), batch_shapes(spec)
     params = jax.eval_shape(model.init, key, batch)
 
@@ -142,7 +122,6 @@ def uses(model: Model, spec: BatchSpec) -> Uses:
 
 
 def _is_used(function: Callable[..., Any], *args: Any) -> bool:
-    """Returns whether a result of a function may depend on its first argument."""
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
     reached = {jaxpr.invars[0]}
     for equation in jaxpr.eqns:
@@ -152,7 +131,7 @@ def _is_used(function: Callable[..., Any], *args: Any) -> bool:
 
 
 def _has_draws(jaxpr: Jaxpr) -> bool:
-    """Returns whether a function draws random bits; splitting a key does not count."""
+    """Splitting a key does not count as a draw."""
     return any(
         equation.primitive.name in _BITS or any(_has_draws(inner) for inner in jaxprs_in_params(equation.params))
         for equation in jaxpr.eqns
@@ -162,7 +141,7 @@ def _has_draws(jaxpr: Jaxpr) -> bool:
 def _draws(
     model: Model, params: Params, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the source and shape of every draw with a single key in a model's training loss."""
+    """Returns the source and shape of each draw, or split, with a single key."""
 
     def loss(params: Params, batch: Batch) -> Any:
         return model.loss(params, model.init_carry(batch), jax.random.key(0), with_row_ids(batch), is_training=True)

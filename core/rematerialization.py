@@ -1,4 +1,4 @@
-"""Chooses what layers save for the backward pass and what they recompute there (Chen et al. 2016, `jax.checkpoint`)."""
+"""Chooses what layers save for the backward pass and what they recompute (Chen et al. 2016, `jax.checkpoint`)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from core.errors import UserError
 
 
 def _all_but_layouts(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Policy that saves all that derivatives need, except arrays that differ from a saved one by their layout alone."""
+    """Results of sharding constraints differ from a saved array by their layout alone."""
     return primitive is not sharding_constraint_p
 
 
@@ -26,15 +26,11 @@ REMAT_CHOICES = tuple(REMAT_POLICIES)
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """What each layer saves for its backward pass, by checkpoint names; all but these and its input is recomputed.
+    """What each layer saves for its backward pass, by checkpoint names, besides its input.
 
     Attributes:
-      on_host: arrays that are sent to the memory of the host in the forward pass and back in the backward pass; "input"
-        is the input of the layer, which otherwise stays on the device.
+      on_host: arrays kept in host memory until the backward pass; "input" is the layer's input.
       on_device: arrays that stay on the device.
-
-    Raises:
-      UserError: a field is not a tuple of names, or a name is in both.
     """
 
     on_host: tuple[str, ...]
@@ -54,18 +50,13 @@ Remat = str | tuple[str, ...] | OnHost  # a policy by name; names of what is sav
 
 
 def rematerialized(fn: Callable, remat: Remat, *, in_loop: bool) -> Callable:
-    """Returns the layer `fn` with what its backward pass saves and recomputes, as `remat` says (`jax.checkpoint`).
+    """Returns the layer `fn` with rematerialization (`jax.checkpoint`).
+
+    Even with "none", a layer in a loop recomputes sharding constraints; otherwise the loop would save gathered weights.
 
     Args:
-      fn: a layer.
-      remat: a name in `REMAT_POLICIES`, the checkpoint names of the arrays to save, or an `OnHost`.
-      in_loop: whether a loop will run the layer. Then `prevent_cse`, which copies every weight first, is not needed:
-        the forward and backward passes run in different loops, so the compiler cannot merge the recomputation with the
-        forward pass.
-
-    Even with "none", a layer in a loop recomputes the layout of its weights for computation (with FSDP, gathered);
-    otherwise the loop would save a second copy of all weights. Outside of a loop, a layer with "none" is only jitted,
-    so that JAX traces equal layers once.
+      remat: a name in `REMAT_POLICIES`, the checkpoint names of arrays to save, or an `OnHost`.
+      in_loop: whether a loop runs the layer, so that `prevent_cse` is not needed.
     """
     if remat == "none" and not in_loop:
         return jax.jit(fn)

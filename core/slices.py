@@ -1,13 +1,10 @@
-"""The chips, hosts, links and memory of TPU slices and other devices, by name, such as `v4-32` or `h100:8`.
+"""Chips, hosts, links and memory of TPU slices and other devices, by name, such as `v4-32` or `h100:8`.
 
-The number in a v4, v5p or tpu7x name counts TensorCores, two per chip; in v5e and v6e names it counts chips. JAX has
-one device per chip, which joins the cores of v4 and v5p ("megacore"), except on tpu7x, where each core is a device. So
-`v4-32` has 16 devices on 4 hosts, and `tpu7x-32` has 32 devices on 16 chips and 4 hosts. Memory, FLOP/s and meshes are
-counted per device. `2xv4-32` is two such slices in one run, connected by the data-center network (DCN). GPUs and CPU
-devices are named by kind and number: `h100:8`, on two hosts `h100:8x2`.
+The number in a v4, v5p or tpu7x name counts TensorCores, two per chip; in v5e and v6e names it counts chips. A chip is
+one JAX device, except on tpu7x, where each core is one. `2xv4-32` is two slices, connected by the data-center network
+(DCN).
 
-Sources: Google's TPU system-architecture pages; the device lists that libtpu prints for each topology (which the tests
-compare with `Slice.devices_by_host`); NVIDIA's data sheets, dense bfloat16 without sparsity.
+Sources: Google's TPU system-architecture pages; libtpu's device lists; NVIDIA's data sheets (dense bfloat16).
 """
 
 from __future__ import annotations
@@ -28,20 +25,17 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The properties of one JAX device: a chip, or one of the `devices` of a chip.
+    """Properties of one JAX device: a chip, or one of the `devices` of a chip.
 
     Attributes:
-      kinds: names that JAX versions give the device as `device_kind`; the first is libtpu's.
-      peak_flops: bfloat16 FLOP/s; 0 for a CPU, whose speed depends on the machine.
-      hbm_bytes: memory of the device.
-      usable_hbm_bytes: the part of it that XLA may allocate.
-      hbm_bytes_per_second: memory bandwidth.
-      link_bytes_per_second: bandwidth in one direction of one ICI link of the chip, or of a GPU's NVLink or PCIe.
-      host_memory_bytes: memory of a host divided by its number of devices.
+      kinds: values of `device_kind`.
+      peak_flops: bfloat16 FLOP/s; 0 for a CPU.
+      usable_hbm_bytes: the memory that XLA may allocate.
+      link_bytes_per_second: one direction of one ICI link of the chip, or of a GPU's NVLink or PCIe.
+      host_memory_bytes: memory of a host divided by its devices.
       chips_per_name_unit: chips per unit of the number in a slice's name.
-      platform: JAX's name: `tpu`, `cuda` or `cpu`.
-      devices: number of JAX devices of a chip, which share its ICI links.
-      has_fp8: whether it multiplies matrices in FP8; for other chips the compiler converts the operands.
+      platform: `tpu`, `cuda` or `cpu`.
+      devices: JAX devices per chip.
     """
 
     kinds: tuple[str, ...]
@@ -58,7 +52,7 @@ class Chip:
 
     @property
     def unit(self) -> str:
-        """The word for one device in reports: `chip`, or `device` where a chip has several."""
+        """The word for one device: `chip`, or `device` where a chip has several."""
         return "chip" if self.devices == 1 else "device"
 
 
@@ -120,16 +114,15 @@ _ALIASES = {"v5litepod": "v5e"}
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A TPU slice, whose hosts are connected by ICI, or several equal slices in one run, connected by DCN.
+    """One TPU slice, or several equal slices in one run, connected by DCN.
 
-    GPUs or CPU devices of one or more hosts are a slice with one dimension.
+    GPUs or CPU devices are a slice with one dimension.
 
     Attributes:
-      name: Google Cloud's name, `v4-32`; `2xv4-32` for two slices; `h100:8x2` for two hosts with 8 GPUs each.
+      name: `v4-32`; `2xv4-32` for two slices; `h100:8x2` for two hosts with 8 GPUs each.
       generation: a name in `CHIPS` or `GPUS`, or `cpu`.
       topology: chips along x, y (and z) of one slice.
       host_bounds: the block of chips of one host.
-      num_slices: number of slices.
     """
 
     name: str
@@ -140,7 +133,7 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """Properties of one JAX device, and the number of devices on a chip."""
+        """Properties of one JAX device."""
         if self.generation == "cpu":
             return _cpu(self.chips_per_host)
         return CHIPS.get(self.generation) or GPUS[self.generation]
@@ -167,7 +160,7 @@ class Slice:
 
     @property
     def devices_per_slice(self) -> int:
-        """Number of JAX devices of one slice, which ICI connects."""
+        """Number of JAX devices of one slice."""
         return self.devices // self.num_slices
 
     @property
@@ -177,31 +170,28 @@ class Slice:
 
     @property
     def counted(self) -> str:
-        """The number of chips as text, and of devices where they differ: `4 chips (8 devices)`."""
+        """Number of chips, and of devices where it differs: `4 chips (8 devices)`."""
         return _counted(self.chips, self.chip)
 
     @property
     def counted_per_host(self) -> str:
-        """The number of chips of a host as text, and of devices where they differ."""
+        """Number of chips of a host, and of devices where it differs, as text."""
         return _counted(self.chips_per_host, self.chip)
 
     @property
     def single(self) -> Slice:
-        """One of several slices; the slice itself if it is the only one."""
+        """One of the equal slices."""
         return get(self.name.partition("x")[2]) if self.num_slices > 1 else self
 
     @property
     def hosts(self) -> int:
-        """Number of hosts (virtual machines, JAX processes) of all slices."""
+        """Number of hosts of all slices."""
         return self.chips // self.chips_per_host
 
     def shared_by(self, processes: int) -> Slice:
         """Returns this slice with its chips divided evenly over `processes` hosts.
 
-        The `host_bounds` of the result have one dimension: the number of chips of a host.
-
-        Raises:
-          UserError: the chips do not divide; names the counts that do.
+        The `host_bounds` of the result have one dimension.
         """
         if processes < 1 or self.chips % processes:
             counts = [n for n in range(1, self.chips + 1) if self.chips % n == 0]
@@ -216,8 +206,7 @@ class Slice:
     def wraparound(self) -> tuple[bool, ...]:
         """Whether the links along each axis form a ring.
 
-        Three axes are all rings if every size is a multiple of 4. Of two axes (v5e, v6e), those of size 16 are rings.
-        GPUs and CPUs have no rings.
+        Three axes are rings if every size is a multiple of 4; of two axes, those of size 16.
         """
         if not self.is_tpu:
             return (False,) * len(self.topology)
@@ -226,15 +215,12 @@ class Slice:
         return tuple(n == 16 for n in self.topology)
 
     def mfu(self, flops: float, *, seconds: float, peak_flops: float | None = None) -> float:
-        """Returns model FLOPs utilization: the model's FLOP/s as a fraction of the bfloat16 peak.
+        """Returns model FLOPs utilization: the model's FLOP/s divided by the bfloat16 peak.
 
         Args:
           flops: FLOPs of one step on all devices, without recomputation.
           seconds: duration of the step.
-          peak_flops: peak FLOP/s of all devices; None: that of the tables, which have none for CPUs.
-
-        Raises:
-          UserError: the fraction exceeds 1.
+          peak_flops: peak of all devices; None: that of the tables.
         """
         peak = peak_flops or self.peak_flops
         assert peak, f"{self.name} has no peak in the table"
@@ -249,7 +235,7 @@ class Slice:
 
     @property
     def host_memory_bytes(self) -> int:
-        """Memory of one host in bytes, as in the tables; of CPU devices, that of this machine."""
+        """Memory of one host in bytes."""
         return int(self.devices_per_host * self.chip.host_memory_bytes)
 
     @property
@@ -268,9 +254,9 @@ class Slice:
         return "x".join(map(str, self.topology))
 
     def devices_by_host(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Returns the devices of each host of one TPU slice: (x, y[, z], index of the device on its chip).
+        """Returns the devices of each host of one slice: (x, y[, z], index on its chip).
 
-        A host (process) has its devices in this order: those of a chip are neighbors, then x varies fastest.
+        Devices of a chip are neighbors; then x varies fastest.
         """
         blocks = [t // b for t, b in zip(self.topology, self.host_bounds, strict=True)]
         return tuple(
@@ -293,7 +279,6 @@ def _x_fastest(bounds) -> list[tuple[int, ...]]:
 
 
 def _host_bounds(topology: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the block of chips of one host: 2x2, or all of a v5e or v6e slice of at most eight chips."""
     if len(topology) == 3:
         return (2, 2, 1)
     return topology if math.prod(topology) <= 8 else (2, 2)
@@ -314,13 +299,7 @@ SLICES: Mapping[str, Slice] = _slices()
 
 
 def get(name: str) -> Slice:
-    """Returns the slice called `name`, such as `v5e-16` or `h100:8`.
-
-    `v5litepod-16` is an alias of `v5e-16`, and `2xv4-32` is two slices in one run.
-
-    Raises:
-      UserError: there is no such slice or device.
-    """
+    """Returns the slice called `name`, such as `v5e-16`, `2xv4-32` or `h100:8`."""
     if ":" in name:
         return _of_devices(name)
     count, times, single = name.partition("x")
@@ -337,7 +316,6 @@ def get(name: str) -> Slice:
 
 
 def _by_chips(name: str) -> str:
-    """Returns a hint if the part after the dash is a topology, or a number of chips where names count cores."""
     generation, _, size = name.partition("-")
     for found in SLICES.values():
         if found.generation == generation and size in (found.topology_name, str(found.chips)):
@@ -347,11 +325,7 @@ def _by_chips(name: str) -> str:
 
 
 def _of_devices(name: str) -> Slice:
-    """Returns GPUs or CPU devices: `h100:8`, `h100:8x2` (two hosts with 8 each), `cpu:1`.
-
-    Raises:
-      UserError: the name is not of this form.
-    """
+    """Parses `h100:8`, `h100:8x2` (two hosts with 8 each) or `cpu:1`."""
     kind, _, counts = name.partition(":")
     parts = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", counts)
     if parts is None or kind not in (*GPUS, "cpu"):
@@ -364,22 +338,12 @@ def _of_devices(name: str) -> Slice:
 
 
 def _cpu(devices: int) -> Chip:
-    """Returns the properties of each of `devices` CPU devices, which share the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
     return Chip(("cpu",), 0.0, memory, memory, 20e9, 20e9, memory, platform="cpu")
 
 
 def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
-    """Returns a slice of `hosts` hosts with `per_host` GPUs or CPU devices each.
-
-    Args:
-      kind: the `device_kind` that JAX gives the devices.
-      per_host: number of devices per host.
-      hosts: number of hosts.
-
-    Raises:
-      UserError: no GPU of the tables has this kind, and it is not "cpu".
-    """
+    """Returns a slice of GPUs or CPU devices; `kind` is JAX's `device_kind`."""
     found = next((name for name, chip in GPUS.items() if kind in chip.kinds), kind if kind == "cpu" else None)
     if found is None:
         raise UserError(
@@ -390,7 +354,7 @@ def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
 
 
 def require_tpu(name: str, *, what: str) -> Slice:
-    """Returns the TPU slice called `name`. Raises UserError for other names; `what` names what needs TPUs."""
+    """Returns the TPU slice called `name`; raises UserError for other devices."""
     if not (found := get(name)).is_tpu:
         raise UserError(f"{name} is not a TPU slice, and {what} are for TPU slices alone")
     return found

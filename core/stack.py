@@ -1,9 +1,8 @@
 """A stack of layers as one pure function over stacked parameters, executed by a runner.
 
 `layer_stack(block, num_layers)(x, side, layer_in)` has one parameter tree whose leaves start with a `layers` dimension,
-in model order. The model does not decide how layers are executed: the default runner scans over them, another one runs
-a few layers without a loop (on CPU devices), and a pipeline distributes them over chips and splits the rows into
-microbatches.
+in model order. A runner executes the layers: the default one scans over them, and a pipeline distributes them over
+chips and splits the rows into microbatches.
 
     x[0] = x;   x[l+1], out[l] = block(x[l], side, layer_in[l]);   result = x[L]  or  tail(x[L], side, summed out)
 
@@ -13,27 +12,20 @@ microbatches.
     out       tree of outputs of a layer, each stacked [L, ...] (a cache, statistics) or summed over layers (auxiliary
               losses); a block without outputs returns x alone
 
-A block may depend only on its parameters and these arguments. A block that closes over another array is an error,
-because a runner could not split that array.
+A block may depend only on its parameters and these arguments: a runner could not split an array that it closes over.
 
-A summed output is a sum over rows, in float32: pipelines compute it per microbatch and add. What belongs to rows and
-adds up over layers, such as log-probabilities [B], is part of x. A product of means over the batch is not a sum over
-rows: compute balancing losses per row. Pipelines do not support the gradient of stacked outputs.
+A summed output is a sum over rows, in float32, which pipelines compute per microbatch and add. A product of means over
+the batch is not such a sum: compute balancing losses per row. Pipelines do not support the gradient of stacked outputs.
 
-With `tail=` the head and the loss of a microbatch run directly after the last layer, as needed by schedules that start
-the backward pass of one microbatch before the forward pass of the next. A tail returns sums over rows, which are added
-over microbatches.
+A tail, the head and the loss, returns sums over rows. A pipeline runs it for a microbatch directly after the last
+layer.
 
-With `pattern=("local", "local", "global")` layer l has kind `pattern[l % 3]`, which the block gets as the static
-argument `kind=`. Kinds may differ in anything but the shapes of parameters. The scan runs over repetitions of the
-pattern and unrolls the remaining layers.
+With `pattern=("local", "local", "global")` layer l has kind `pattern[l % 3]`, the static argument `kind=` of the block.
+Kinds have parameters of the same shapes, unless `group=p` makes runners treat p successive layers as one.
+Rematerialization applies to each of the p layers separately.
 
-With `group=p` the shapes of parameters may differ, too: runners treat p successive layers as one layer, which has the
-parameters of all p. Rematerialization still applies to each of the p layers separately, so the backward pass holds the
-intermediate values of one layer, whatever p is.
-
-With `first=First(kinds)` the stack begins with layers of other kinds and shapes, such as the dense layers before those
-with experts. They have a parameter tree of their own, and a pipeline runs them before its first stage.
+With `first=First(kinds)` the stack begins with layers of other kinds and shapes, such as dense layers before those with
+experts.
 """
 
 import contextlib
@@ -66,11 +58,11 @@ class Layer(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs of one layer, or of a whole stack, besides the residual stream x.
+    """Outputs of one layer, or of a whole stack, besides x.
 
     Attributes:
-      summed: tree of sums over rows, [...], float32; for a stack, also over layers. None in place of stacked outputs.
-      stacked: tree of arrays [...]; for a stack, [L, ...]. None in place of summed outputs.
+      summed: sums over rows, [...], float32; for a stack, also over layers. None in place of stacked outputs.
+      stacked: arrays [...]; for a stack, [L, ...]. None in place of summed outputs.
     """
 
     summed: Any = ()
@@ -81,9 +73,8 @@ class Tail(NamedTuple):
     """The computation after the last layer: head and loss.
 
     Attributes:
-      fn: `fn(params, x, side) -> sums over rows`; with outputs of layers `fn(params, x, side, summed)`, where `summed`
-        is `Outputs.summed` of these rows and all layers.
-      params: arrays of the head; passed as an argument, because `fn` may not close over arrays.
+      fn: `fn(params, x, side) -> sums over rows`; with outputs of layers `fn(params, x, side, summed)`.
+      params: arrays of the head, because `fn` may not close over arrays.
     """
 
     fn: Callable[..., Any]
@@ -94,10 +85,9 @@ class First(NamedTuple):
     """The layers of a stack before those that repeat.
 
     Attributes:
-      kinds: the kind of each. Their block returns () in place of summed outputs.
-      group: as in `layer_stack`, of these layers alone.
-      hands_over: whether their x is a pair. Later layers get its first entry as x. The second, which they do not
-        change, becomes the last entry of their side, a tuple.
+      kinds: the kind of each; their block returns () in place of summed outputs.
+      group: as in `layer_stack`.
+      hands_over: whether their x is a pair: x of later layers, and an entry that is added to their side, a tuple.
     """
 
     kinds: tuple[Kind, ...]
@@ -106,13 +96,12 @@ class First(NamedTuple):
 
 
 def haiku_tail(fn: Callable[..., Any], x: Stream, side: Side = (), *, summed: Any = None, name: str = "tail") -> Tail:
-    """Makes a `Tail` from a Haiku function that has its own parameters, such as a head and loss of stock modules.
+    """Makes a `Tail` from a Haiku function that has its own parameters.
 
     Args:
-      fn: `(x, side) -> sums over rows`; of a stack with outputs `(x, side, summed) -> sums over rows`.
-      x: an array or tree with the shapes that the stack returns; its values are not used.
-      side: side arrays of the stack.
-      summed: arrays with the shapes of `Outputs.summed`, if the stack has outputs.
+      fn: `(x, side) -> sums over rows`, or `(x, side, summed) -> sums over rows`.
+      x, side: arrays with the shapes of the result and of the side of the stack.
+      summed: arrays with the shapes of `Outputs.summed`; None: no outputs.
       name: module name of the parameters.
     """
     pure = hk.transform(logical.named_within(fn, name))
@@ -133,17 +122,13 @@ class LayerFn:
     """One layer as a pure function, with information about its parameters for runners.
 
     Attributes:
-      plain: `(layer, x, side, kind) -> (x, outputs)`, without rematerialization, for runners that recompute layers
-        themselves; in a group, each layer is rematerialized.
-      rematerialized: `(kind, in_loop) -> function (layer, x, side) -> (x, outputs)` with the model's rematerialization.
-      kinds: the kind of every layer; the kind of a group is a tuple of kinds.
-      is_small: whether it is worth running without a loop on CPUs: no layer is rematerialized, and there are at most
-        `UNROLLED` layers, those of groups counted one by one.
-      outputs: shapes of the outputs of one layer.
-      axes: returns the tree of `Axes` of one layer's parameters; a function because this takes a trace.
-      dtypes: tree of the dtypes that one layer computes with: if the layer only uses a parameter cast to one dtype,
-        that dtype, so that a runner can transfer weights in it; otherwise the stored dtype.
-      is_first: whether these are the `First` layers of a stack, which are not split into stages.
+      plain: `(layer, x, side, kind) -> (x, outputs)` without rematerialization, except inside a group.
+      rematerialized: `(kind, in_loop) -> function (layer, x, side) -> (x, outputs)`.
+      kinds: the kind of every layer; of a group, a tuple.
+      is_small: whether to run it without a loop on CPUs.
+      outputs: shapes of one layer's outputs.
+      axes: returns the tree of `Axes` of one layer's parameters.
+      dtypes: tree of dtypes: that to which a layer casts a parameter, otherwise the stored one.
       undivided: as in `layer_stack`.
     """
 
@@ -161,13 +146,7 @@ class LayerFn:
     def __call__(
         self, layer: Layer, x: Stream, side: Side, kind: Kind = None, *, in_loop: bool = True
     ) -> tuple[Stream, Outputs]:
-        """Applies a layer of this kind to the residual stream `x`, with the rematerialization that the model chose.
-
-        Args:
-          layer, x, side: its arrays.
-          kind: one of `kinds`.
-          in_loop: whether the layer runs in a loop, which saves barriers; see `core.rematerialization`.
-        """
+        """Applies a layer with the model's rematerialization; `in_loop`: whether a loop runs it."""
         if (kind, in_loop) not in self._calls:  # JAX traces the same function once
             self._calls[kind, in_loop] = self.rematerialized(kind, in_loop)
         return self._calls[kind, in_loop](layer, x, side)
@@ -184,26 +163,20 @@ UNROLLED = 12  # most layers of a stack that is small (`LayerFn.is_small`)
 
 
 def scan_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
-    """Runs the layers with a scan, on all rows together.
+    """Runs the layers on all rows together, with a scan over repetitions of the pattern.
 
     Weights are cast before the loop, so that their stacked gradients have the computation dtype.
 
     Args:
-      fn: one layer.
-      stacked: parameters, keys and inputs of all layers, leaves [L, ...].
-      x, side: the input of the first layer, and arrays for all layers, leaves [B, ...].
-      tail: the computation after the last layer; None if there is none.
-
-    Returns:
-      The result of the tail, or of the last layer without one; and the outputs of all layers.
+      stacked: leaves [L, ...].
+      x, side: leaves [B, ...].
+      tail: the computation after the last layer; None: none.
     """
     return _run_in_order(fn, stacked, x, side, tail, unrolls=False)
 
 
 def unrolled_runner(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
     """Runs the layers without a loop, on all rows together.
-
-    It takes longer to compile, and does not copy the weights of each layer from the stacked array.
 
     Args:
       fn, stacked, x, side, tail: as in `scan_runner`.
@@ -231,15 +204,13 @@ def scan_layers(
 ) -> tuple[Any, Any]:
     """Runs `step(carry, layer, kind, in_loop=...) -> (carry, out)` for every layer.
 
+    Returns the carry after the last layer, and the outputs [L, ...].
+
     Args:
-      step: runs one layer.
       kinds: kinds of the L layers.
       carry: the carry before the first layer.
       stacked: leaves [L, ...].
       unrolls: whether no layer runs in a loop.
-
-    Returns:
-      The carry after the last layer, and the outputs, leaves [L, ...].
     """
     period = len(kinds) if unrolls else _period(kinds)
     if period == 1 and not unrolls:
@@ -280,20 +251,14 @@ _runner = jax.make_user_context(scan_runner)  # part of the key of every trace
 def use_runner(runner: Runner) -> contextlib.AbstractContextManager:
     """Context in which layer stacks are executed by `runner`.
 
-    A jitted function is traced once for each runner under which it is called: pass the same object every time.
+    Pass the same object every time, because another one makes JAX trace again.
     """
     return _runner(runner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Block:
-    """A model's block as pure functions, with the arguments and results that the model declares.
-
-    Attributes:
-      transformed: the Haiku function.
-      outputs: see `layer_stack`.
-      has_kind: whether the block has an argument `kind`.
-    """
+    """A model's block as pure functions."""
 
     transformed: hk.Transformed
     outputs: Any
@@ -309,15 +274,12 @@ class _Block:
         return (out, Outputs()) if self.outputs is None else _split(out, self.outputs)
 
     def rematerialized(self, remat: Remat, kind: Kind, *, in_loop: bool) -> Callable:
-        """Returns `(layer, x, side) -> (x, outputs)`."""
-
         def one_layer(layer: Layer, x: Stream, side: Side) -> tuple[Stream, Outputs]:
             return self.apply(layer, x, side, kind)
 
         return rematerialized(one_layer, remat, in_loop=in_loop)
 
     def plain(self, layer: Layer, x: Stream, side: Side, kind: Kind) -> tuple[Stream, Outputs]:
-        """Runs a layer without rematerialization."""
         return self.apply(layer, x, side, kind)
 
     def _keywords(self, kind: Kind) -> dict[str, Kind]:
@@ -326,10 +288,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Group:
-    """Successive layers of the block `one` as one layer, whose kind is the tuple of theirs; parameters may differ.
-
-    Keys and entries of `layer_in` have one more dimension, of the layers of the group.
-    """
+    """Successive layers of `one` as one layer; keys and `layer_in` gain a dimension, of these layers."""
 
     one: _Block
 
@@ -347,11 +306,10 @@ class _Group:
         return self._run([functools.partial(self.one.apply, kind=kind) for kind in kinds], layer, x, side)
 
     def rematerialized(self, remat: Remat, kinds: tuple[Kind, ...], *, in_loop: bool) -> Callable:
-        """Returns `(layer, x, side) -> (x, outputs)`, in which each layer of the group is rematerialized separately."""
         return functools.partial(self._run, [self.one.rematerialized(remat, kind, in_loop=in_loop) for kind in kinds])
 
     def plain(self, layer: Layer, x: Stream, side: Side, kinds: tuple[Kind, ...]) -> tuple[Stream, Outputs]:
-        """Runs the layers, each rematerialized: otherwise the backward pass saves what all of the group compute."""
+        """Without rematerialization, the backward pass would save what all layers of the group compute."""
         return self.rematerialized("full", kinds, in_loop=False)(layer, x, side)
 
     @staticmethod
@@ -381,32 +339,23 @@ def layer_stack(
     first: First | None = None,
     undivided: str = "",
 ) -> Callable[..., Any]:
-    """Stacks `num_layers` copies of a Haiku block, each with its own parameters; call the result inside `hk.transform`.
+    """Stacks `num_layers` copies of a Haiku block, each with its own parameters, inside `hk.transform`.
 
     Args:
-      block: a Haiku function `(x, side) -> x` with leaves [B, ...] that keep their shapes. It has a third argument, its
-        entry of `layer_in`, if the stack is called with one; returns `(x, out)` if `outputs` is given; and has a
-        keyword argument `kind` if `pattern` is given. It may call `hk.next_rng_key()`: each layer then has its own
-        key, equal under every runner.
-      num_layers, name: L, with those of `first`, and the module name of the stacked parameters.
-      remat: what the backward pass recomputes: "none" (only sharding constraints), "dots" (all but matrix products),
-        "full"; or the names of the values that are saved, given in the block with `jax.ad_checkpoint.checkpoint_name`,
-        or an `OnHost` with such names; all others are recomputed.
-      tail: runs after the last layer.
-      outputs: "stacked", "summed" or a tree of these, such as `{"cache": "stacked", "sums": "summed"}`; None: x alone.
-      pattern: hashable kinds of successive layers, repeated over those after `first`. None: all layers are equal.
-      group: the number of successive layers that runners treat as one, because the parameters of their kinds differ.
-        The layers of a group create modules of different names, by their kinds.
-      first: layers at the beginning, before those of the pattern; their parameters are in a module `first_{name}`.
-      undivided: why runners cannot divide the rows, and what to do; those that divide them raise it for gradients.
+      block: a Haiku function `(x, side) -> x` with leaves [B, ...] that keep their shapes; `(x, side, entry)` with
+        `layer_in`; returns `(x, out)` with `outputs`; takes `kind=` with `pattern`.
+      num_layers: L, with the layers of `first`.
+      name: module name of the stacked parameters.
+      remat: what the backward pass recomputes: "none" (at most sharding constraints), "dots" (all but matrix products
+        without batch dimensions), "full", or all but the values with these checkpoint names or of an `OnHost`.
+      outputs: "stacked", "summed" or a tree of these, such as `{"cache": "stacked"}`; None: x alone.
+      pattern: hashable kinds of successive layers, repeated; None: all layers are equal.
+      group: number of successive layers, with parameters in different modules, that runners treat as one.
+      first: layers before those of the pattern, in a module `first_{name}`; None: none.
+      undivided: why runners may not divide the rows, as an error message; "": they may.
 
     Returns:
       `(x, side=(), layer_in=()) -> x`, or the tail's result; with `outputs` a pair of that and the outputs.
-
-    Raises:
-      UserError: an argument is malformed; `num_layers` does not divide into groups; the block changes a shape or
-        returns other than declared; the block or tail closes over an array; x and `side` differ in rows; `layer_in` has
-        not L entries; kinds differ in outputs or, without `group`, in parameters; or a group has equal module names.
     """
     stack_checks.check_arguments(remat, outputs, pattern, choices=REMAT_CHOICES)
     how: Any = dict(remat=remat, outputs=outputs, pattern=pattern, group=group, undivided=undivided)
@@ -431,7 +380,6 @@ def layer_stack(
 
 
 def _joined(word: str, early: Any, late: Any) -> Any:
-    """Joins an output of the first layers, which is () if it is a sum, and of the others."""
     return late if word == "summed" else jax.tree.map(lambda *parts: jnp.concatenate(parts), early, late)
 
 
@@ -448,12 +396,6 @@ def _one_stack(
     undivided: str,
     is_first: bool = False,
 ) -> Callable[..., Any]:
-    """Returns `layer_stack` of layers with one parameter tree.
-
-    Args:
-      block, num_layers, name, tail, remat, outputs, pattern, group, undivided: as there.
-      is_first: whether these are the `First` layers, which others follow.
-    """
     stack_checks.check_groups(num_layers, group)
     single = _Block(hk.transform(logical.named_within(block, name)), outputs, pattern is not None)
     one: _Block | _Group = single if group == 1 else _Group(single)
@@ -480,7 +422,7 @@ def _one_stack(
 def _layer_fn(
     one: _Block | _Group, remat: Any, kinds: tuple[Kind, ...], stacked: Layer, arguments: tuple, group: int
 ) -> LayerFn:
-    """Returns the `LayerFn` that runners call; `arguments` are the shapes of x, side and an entry of `layer_in`."""
+    """`arguments` are the shapes of x, side and, if there is one, an entry of `layer_in`."""
     traced, out = _trace(one.apply, _abstract(stacked, of_one_layer=True), arguments[0], arguments[1], kinds)
     return LayerFn(
         plain=one.plain,
@@ -506,19 +448,16 @@ def _ungrouped(out: Outputs, group: int) -> Outputs:
 
 
 def _axes(init: Callable, group: int, arguments: tuple) -> Any:
-    """Returns the axes of the parameters of a layer, or of a group."""
     key = jax.random.key(0)
     return logical.axes_of(logical.abstract_init(init, _grouped(jax.random.split(key, group), group)[0], *arguments)[1])
 
 
 def _kinds(pattern: Sequence[Kind] | None, num_layers: int, group: int) -> tuple[Kind, ...]:
-    """Returns the kind of each layer, or of each group of layers."""
     kinds = tuple(pattern[i % len(pattern)] if pattern else None for i in range(num_layers))
     return kinds if group == 1 else tuple(kinds[i : i + group] for i in range(0, num_layers, group))
 
 
 def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) -> Tail:
-    """Returns the tail with the signature that runners call."""
     allowed, arguments = "tail.params, x and side", [tail.params, x, side]
     if outputs is not None:
         allowed, arguments = "tail.params, x, side and summed outputs", [*arguments, summed]
@@ -527,7 +466,6 @@ def _checked_tail(tail: Tail, x: Stream, side: Side, summed: Any, outputs: Any) 
 
 
 def _split(out: Any, outputs: Any) -> tuple[Stream, Outputs]:
-    """Splits the result `(x, results)` of a block into x and its `Outputs`, by the words of `outputs`."""
     x, results = stack_checks.pair(out, outputs)
 
     def parts(wanted: str) -> Any:
@@ -559,7 +497,7 @@ def _stacked_params(
 
 
 def _by_kind(make: Callable[[Kind, jax.Array], Params], kinds: Sequence[Kind], keys: jax.Array) -> Params:
-    """Returns `make(kind, keys of the layers of this kind)` for all kinds, in model order."""
+    """Returns `make(kind, keys of its layers)` for all kinds, in model order."""
     places = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
     if len(places) == 1:
         return make(kinds[0], keys)
@@ -577,7 +515,7 @@ def _layer_keys(num_layers: int) -> jax.Array | None:
 def _trace(
     fn: Callable, layer: Layer, x: Stream, side: Side, kinds: Sequence[Kind]
 ) -> tuple[list[ClosedJaxpr], Outputs]:
-    """Returns traces of one layer of each kind, and shapes of its outputs. Raises UserError as `stack_checks`."""
+    """Returns traces of one layer of each kind, and shapes of its outputs."""
     traced, results = [], []
     for kind in dict.fromkeys(kinds):
         one, (after, out) = jax.make_jaxpr(lambda *args, k=kind: fn(*args, k), return_shape=True)(layer, x, side)

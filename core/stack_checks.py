@@ -1,4 +1,4 @@
-"""Checks the arguments of a layer stack (`core.stack`), and that its layers can be repeated and their rows divided."""
+"""Checks the arguments of a layer stack (`core.stack`)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,14 +14,10 @@ _WORDS = ("summed", "stacked")
 
 
 def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collection[str]) -> None:
-    """Checks arguments of `core.stack.layer_stack`.
+    """Raises UserError for malformed arguments of `core.stack.layer_stack`.
 
     Args:
-      remat, outputs, pattern: those arguments.
       choices: the named policies for `remat`.
-
-    Raises:
-      UserError: `remat` or `outputs` has an unknown word, or the pattern is empty or a string.
     """
     if isinstance(remat, str) and remat not in choices:
         raise UserError(f"remat = {remat!r}: expected one of {', '.join(choices)}, a tuple of names, or an OnHost")
@@ -36,7 +32,7 @@ def check_arguments(remat: Any, outputs: Any, pattern: Any, *, choices: Collecti
 
 
 def check_groups(num_layers: int, group: int) -> None:
-    """Raises UserError unless `group` is a positive integer, and the layers divide into groups of so many layers."""
+    """Raises UserError unless the layers divide into groups of `group` layers."""
     check_integer(group, where="layer_stack: group", least=1)
     if num_layers % group:
         raise UserError(
@@ -47,16 +43,7 @@ def check_groups(num_layers: int, group: int) -> None:
 
 
 def check_first(num_layers: int, first: int, *, has_pattern: bool) -> None:
-    """Checks the argument `first` of `core.stack.layer_stack`.
-
-    Args:
-      num_layers: number of all layers.
-      first: number of first layers.
-      has_pattern: whether a pattern gives the kinds of the layers after them.
-
-    Raises:
-      UserError: there are no first layers, no layers after them, or no pattern.
-    """
+    """Raises UserError for a malformed argument `first` of `core.stack.layer_stack`."""
     if not 0 < first < num_layers:
         raise UserError(
             f"layer_stack: first has {units.counted(first, 'layer')}, and num_layers = {num_layers} with these: "
@@ -67,10 +54,7 @@ def check_first(num_layers: int, first: int, *, has_pattern: bool) -> None:
 
 
 def joined(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the parameters of all layers of a group, by module.
-
-    Raises UserError if two layers have a module of the same name.
-    """
+    """Returns the parameters of a group of layers; raises UserError if module names are equal."""
     result: dict[str, Any] = {}
     for one in params:
         if both := sorted(set(result) & set(one)):
@@ -83,16 +67,10 @@ def joined(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_shapes(x: Any, side: Any, layer_in: Any, num_layers: int) -> None:
-    """Checks that x and side have one entry for each row, and layer_in one for each layer.
+    """Raises UserError unless x and side have one entry for each row, and layer_in for each layer.
 
     Args:
-      x: the input of the first layer; its first array gives the number of rows.
-      side: tree of arrays for all layers.
-      layer_in: tree of arrays of which each layer gets its own entry.
-      num_layers: the number of layers.
-
-    Raises:
-      UserError: an array has another first dimension; names it.
+      x: its first array gives the number of rows.
     """
     leaves = jax.tree.leaves(x)
     if not leaves or not leaves[0].shape:
@@ -115,11 +93,7 @@ def check_shapes(x: Any, side: Any, layer_in: Any, num_layers: int) -> None:
 
 
 def pair(out: Any, outputs: Any) -> tuple[Any, Any]:
-    """Splits the result of a block into x and its outputs.
-
-    Raises:
-      UserError: the result is not a pair, or its outputs do not have the declared structure `outputs`.
-    """
+    """Splits a block's result into x and outputs; raises UserError for another structure than `outputs`."""
     if not isinstance(out, tuple) or len(out) != 2:
         raise UserError(
             f"layer_stack: the block returns {shapes(out)}; with outputs = {outputs!r} a block returns a pair, x of "
@@ -135,7 +109,7 @@ def pair(out: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 def check_stream(x: Any, after: Any) -> None:
-    """Raises UserError unless a block returns an x of the same structure, shapes and dtypes as its input."""
+    """Raises UserError unless the x that a block returns has the structure, shapes and dtypes of its input."""
     before: Any = jax.tree.structure(x)
     if jax.tree.structure(after) != before:
         raise UserError(
@@ -150,7 +124,7 @@ def check_stream(x: Any, after: Any) -> None:
 
 
 def check_summed(summed: Any) -> None:
-    """Raises UserError, which names the output, if a sum over rows and layers is not float32."""
+    """Raises UserError if a sum over rows and layers is not float32."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(summed):
         if leaf.dtype != jnp.float32:
             raise UserError(
@@ -166,7 +140,7 @@ def check_equal_outputs(outputs: Sequence[Any]) -> None:
 
 
 def check_equal_parameters(params: Mapping[Any, Any]) -> None:
-    """Raises UserError unless layers of all kinds have the same parameters; `params` gives their shapes by kind."""
+    """Raises UserError unless all kinds of layers have the same parameters."""
     (first, wanted), *others = params.items()
     for kind, found in others:
         if found != wanted:
@@ -178,13 +152,7 @@ def check_equal_parameters(params: Mapping[Any, Any]) -> None:
 
 
 def refuse_closure(traced: ClosedJaxpr, what: str, allowed: str) -> None:
-    """Raises UserError for a block or a tail that uses arrays that are not its arguments.
-
-    Args:
-      traced: its trace.
-      what: `block` or `tail`, for the message.
-      allowed: the arguments that it may use, for the message.
-    """
+    """Raises UserError for a block or a tail that closes over arrays; `allowed` names its arguments."""
     foreign = [c for c in traced.consts if isinstance(c, jax.Array)]
     if foreign:
         found = ", ".join(f"{c.dtype}{list(c.shape)}" for c in foreign)

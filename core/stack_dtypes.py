@@ -1,7 +1,4 @@
-"""Finds the dtypes in which the layers of a stack use their parameters, so that runners can transfer weights in them.
-
-A runner executes the layers of a stack (`core.stack.Runner`).
-"""
+"""Finds the dtypes in which the layers of a stack use their parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +8,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def computed(traced: Sequence[ClosedJaxpr], params: Any) -> Any:
-    """Returns a tree of dtypes: for each parameter the one to which every use of it casts it; its own if there is none.
+    """Returns a tree of dtypes: the one to which every use casts a parameter, otherwise its own.
 
-    Args:
-      traced: a trace of a layer of each kind, whose first inputs are its parameters.
-      params: tree of the parameters.
+    `traced` has traces of layers, whose first inputs are the parameters.
     """
     leaves, structure = jax.tree.flatten(params)
     casts = [{_only_cast(one.jaxpr, one.jaxpr.invars[i]) for one in traced} for i in range(len(leaves))]
@@ -24,7 +19,7 @@ def computed(traced: Sequence[ClosedJaxpr], params: Any) -> Any:
 
 
 def _only_cast(jaxpr: Jaxpr, var: Any) -> Any:
-    """Returns the dtype to which all uses of `var` cast it; None if one uses it without a cast."""
+    """Returns None if a use of `var` does not cast it, or if casts differ."""
     readers = [equation for equation in jaxpr.eqns if any(v is var for v in equation.invars)]
     casts = {e.params["new_dtype"] if e.primitive.name == "convert_element_type" else None for e in readers}
     return casts.pop() if len(casts) == 1 else None

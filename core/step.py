@@ -1,12 +1,11 @@
 """The training state, and the training and evaluation steps as pure functions of state and batch.
 
 A microbatch contributes sums (of the loss, its gradient and its weight), which are divided at the end, so that
-`accum_steps` microbatches with uneven padding equal one large batch:
+microbatches with uneven padding equal one large batch up to rounding:
 
     g = sum_m grad(loss_sum_m) / sum_m weight_m
 
-Every microbatch has the same random key; random bits of different rows differ by the batch's `row_ids`, the indices of
-the rows in the global batch (`core.random_bits`).
+Microbatches have the same random key; random bits of rows differ by `row_ids` (`core.random_bits`).
 """
 
 import dataclasses
@@ -34,18 +33,14 @@ class UpdateStatistics:
 
     Attributes:
       rms: [3, number of groups], float32: of parameters, of gradients, of updates.
-      groups: names of the groups: paths of the trained parameters with `*` for every number, so that the layers of a
-        model are one group, however they are stored.
+      groups: paths of the trained parameters, with `*` for numbers.
     """
 
     rms: jax.Array
     groups: tuple[str, ...]
 
     def named(self) -> dict[str, WeightedSum]:
-        """Returns one metric for each RMS, and update_ratio: the RMS of the update divided by that of the parameter.
-
-        The ratio is left out where the parameter's RMS is 0.
-        """
+        """Returns the RMSs as metrics, and `update_ratio`, the update's over the parameter's where that is not 0."""
         found: dict[str, np.floating] = {}
         for name, (param, grad, update) in zip(self.groups, np.asarray(self.rms, np.float64).T, strict=True):
             found |= {f"param_rms/{name}": param, f"gradient_rms/{name}": grad, f"update_rms/{name}": update}
@@ -63,10 +58,8 @@ class TrainState(NamedTuple):
     """The state after `step` training steps.
 
     Attributes:
-      step: [], int32, number of steps done; in a tree of shapes or shardings, its shape or sharding.
-      params: the parameters, in the dtypes in which they are stored.
-      opt_state: state of the optimizer.
-      carry: what the model passes from step to step; `()` for a language model.
+      step: [], int32.
+      carry: what the model passes from step to step; `()`: nothing.
     """
 
     step: Any
@@ -76,25 +69,20 @@ class TrainState(NamedTuple):
 
 
 def create(model: Model, optimizer: Optimizer, params: Params, batch: Batch) -> TrainState:
-    """Returns the state before the first step, with the given parameters.
+    """Returns the state before the first step.
 
     Args:
-      model: the model.
-      optimizer: the optimizer.
-      params: the parameters.
-      batch: a batch, or its shapes, from which the model's carry follows.
+      batch: a batch, or its shapes.
     """
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), model.init_carry(batch))
 
 
 def sum_gradients(grad: Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
-    """Runs `accum_steps` microbatches one after the other; returns the sums of their gradients and of their outputs.
+    """Runs microbatches one after the other; returns sums of their gradients and of their outputs.
 
     Args:
       grad: `grad(params, microbatch)` returns gradients and sums.
-      params: the parameters.
       batch: {name: [B, ...]}; B is divisible by `accum_steps`.
-      accum_steps: the number of microbatches.
     """
     if accum_steps == 1:
         return grad(params, batch)
@@ -118,24 +106,18 @@ def train_step(
     skip_non_finite: bool = False,
     with_statistics: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Returns the training step, `(state, batch) -> (state, metrics)`.
+    """Returns the training step, a pure function `(state, batch) -> (state, metrics)`.
+
+    Its metrics are loss (the mean), learning_rate (absent if unknown), gradient_norm (before clipping), weight
+    (`LossOutput.weight_sum`), and the model's own as sums with weights.
 
     Args:
       model, optimizer: what is trained, and how.
       seed: random bits are keyed by (seed, step), and by global row if the model uses `row_ids`.
-      accum_steps: microbatches per step. Microbatch m has rows m, m + accum_steps, …, so that rows do not move between
-        devices.
-      sum_gradients: adds gradients over microbatches if `accum_steps` is above 1.
-      skip_non_finite: whether a non-finite loss or gradient leaves parameters, optimizer state and carry unchanged and
-        sets the metric `skipped_updates` to 1. The step is counted, because its batch was used; the learning rate
-        schedule counts only applied updates.
-      with_statistics: whether the step also computes `UpdateStatistics`, which become a metric.
-
-    Returns:
-      A pure function. Its metrics are, for this step: loss (the mean), learning_rate (of this update, even if it is
-      skipped; absent if only the transformation knows it), gradient_norm (before clipping, over trained parameters),
-      weight (`LossOutput.weight_sum`); and the model's own metrics as sums with weights, which may be 0. Called with
-      microbatches, it raises UserError if the model has a carry or the rows do not divide.
+      accum_steps: microbatches per step; above 1, the model may not have a carry.
+      sum_gradients: adds gradients over microbatches.
+      skip_non_finite: whether a non-finite loss or gradient norm leaves all but the step unchanged.
+      with_statistics: whether `UpdateStatistics` are a metric.
     """
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -171,7 +153,7 @@ def train_step(
 
 
 def _means(grads: Params, out: LossOutput) -> tuple[Params, jax.Array]:
-    """Divides the sums of gradients and losses by the sum of weights, which may be below 1; without weight, by 1."""
+    """The divisor is the sum of weights, or 1 without weight."""
     weight = jnp.where(out.weight_sum > 0, out.weight_sum, 1.0)
     return jax.tree.map(lambda g: g / weight, grads), out.loss_sum / weight
 
@@ -184,11 +166,7 @@ def _learning_rate(optimizer: Optimizer, state: TrainState, after: Any) -> dict[
 def _statistics(
     optimizer: Optimizer, grads: Params, state: TrainState, extras: Any, loss: jax.Array
 ) -> tuple[Metrics, Params]:
-    """Returns the statistics of an update, and the gradients, which are ready only when the statistics are.
-
-    The update is computed twice, first for the statistics: nothing is kept of it, and the second one can still replace
-    the parameters in place.
-    """
+    """Computes an update for its statistics and drops it; the gradients that it returns wait for them."""
     groups: dict[str, list[int]] = {}
     is_trained = jax.tree.leaves(optimizer.trained(state.params))
     for index, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(state.params)):
@@ -211,10 +189,7 @@ def _statistics(
 
 
 def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-    """Returns `after` and the metrics with `skipped_updates`, 0 or 1.
-
-    If the loss or the gradient norm is not finite, the state is `before` with the step counted.
-    """
+    """If loss or gradient norm is not finite, the state is `before` with the step counted."""
     loss, norm = metrics["loss"], metrics["gradient_norm"]
     assert isinstance(loss, jax.Array)
     assert isinstance(norm, jax.Array)
@@ -226,11 +201,7 @@ def _unless_non_finite(before: TrainState, after: TrainState, metrics: Metrics) 
 def eval_step(
     model: Model, optimizer: Optimizer, *, seed: int
 ) -> Callable[[TrainState, Batch], Mapping[str, WeightedSum]]:
-    """Returns the evaluation step, `(state, batch) -> sums`, to be added over batches and divided once.
-
-    It uses averaged parameters if the optimizer averages, and the model's `evaluate` if it has one, otherwise its
-    `loss` with `is_training=False`. Its random key is that of `seed` and the state's step.
-    """
+    """Returns the evaluation step, `(state, batch) -> sums`, to be added over batches and divided once."""
     answer = answer_step(model, optimizer, seed=seed)
 
     def run(state: TrainState, batch: Batch) -> Mapping[str, WeightedSum]:
@@ -242,10 +213,7 @@ def eval_step(
 def answer_step(
     model: Model, optimizer: Optimizer, *, seed: int
 ) -> Callable[[TrainState, Batch], tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]]:
-    """Returns an evaluation step `(state, batch) -> (sums, answers)`, with the model's answers `{name: [B, ...]}`.
-
-    Parameters and random key are those of `eval_step`. A model without `evaluate` gives no answers.
-    """
+    """Returns an evaluation step `(state, batch) -> (sums, answers)`, with answers `{name: [B, ...]}`."""
 
     def run(state: TrainState, batch: Batch) -> tuple[Mapping[str, WeightedSum], Mapping[str, jax.Array]]:
         rng = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -268,7 +236,7 @@ def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Param
 
 
 def refuse_carry(carry: Any, accum_steps: int) -> None:
-    """Raises UserError for a carry (or its shapes) if `accum_steps` is above 1: a carry cannot be split."""
+    """Raises UserError for a carry (or its shapes) if `accum_steps` is above 1."""
     if accum_steps > 1 and jax.tree.leaves(carry):
         raise UserError(
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
@@ -277,7 +245,7 @@ def refuse_carry(carry: Any, accum_steps: int) -> None:
 
 
 def refuse_coupled_rows(model: Any, division: str) -> None:
-    """Raises UserError for a model whose loss couples rows; `division` names the setting that divides the rows."""
+    """Raises UserError for a model whose loss couples rows; `division` names what divides the rows."""
     if can(model, CouplesRows) and model.couples_rows:
         raise UserError(
             f"{division} divides the rows of a batch, but the loss of {type(model).__name__} couples them "
@@ -289,11 +257,9 @@ def refuse_coupled_rows(model: Any, division: str) -> None:
 def rows_are_coupled(
     model: Model, params: Params, batch: Batch, *, compiler_options: Any = None
 ) -> tuple[float, float] | None:
-    """Returns the mean loss of a batch, and that of its halves together; None if they agree within 0.1%.
+    """Returns the mean loss of a batch and of its halves together; None if they are close.
 
     Args:
-      model: without a carry.
-      params: its parameters.
       batch: an even number of rows, without `row_ids`.
       compiler_options: as in `jax.jit`.
     """
@@ -312,11 +278,7 @@ def rows_are_coupled(
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
-    """Reshapes [B, ...] to [accum_steps, B / accum_steps, ...]; microbatch m has rows m, m + accum_steps, …
-
-    Raises:
-      UserError: the rows do not divide.
-    """
+    """Reshapes [B, ...] to [accum_steps, B / accum_steps, ...]; microbatch m has rows m, m + accum_steps, …"""
     if x.shape[0] % accum_steps:
         raise UserError(f"batch_size = {x.shape[0]} does not divide into accum_steps = {accum_steps} microbatches")
     return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]).swapaxes(0, 1)

@@ -1,8 +1,6 @@
 """The interfaces between the trainer, models, data and layouts.
 
-Models, strategies and data never import one another; each implements a small interface defined here. A loss is a pair
-of sums, and the mean is taken once at the end, so that results are correct under gradient accumulation, padding and
-several hosts.
+A loss is a pair of sums, and the mean is taken once at the end.
 """
 
 import inspect
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 else:
 
     class attribute:
-        """A read-only attribute of a Protocol, which a class that inherits from it may also assign in `__init__`."""
+        """A read-only attribute of a Protocol, which a subclass may also assign in `__init__`."""
 
         def __init__(self, described: Callable):
             self.__doc__, self._name = described.__doc__, described.__name__
@@ -37,11 +35,7 @@ else:
 
 
 class WeightedSum(NamedTuple):
-    """A weighted sum and its weight, whose quotient is a mean.
-
-    Attributes:
-      total, weight: [], float32; on the host, numpy scalars.
-    """
+    """A weighted sum and its weight, scalars, whose quotient is a mean."""
 
     total: jax.Array | np.floating  # [], float32
     weight: jax.Array | np.floating  # [], float32
@@ -52,11 +46,8 @@ class LossOutput(NamedTuple):
 
     Attributes:
       loss_sum: [], float32, the sum of the losses times their weights.
-      weight_sum: [], float32, the sum of the weights by which losses are multiplied: the number of supervised items if
-        all weights are 0 or 1.
-      metrics: metrics to report besides the loss, by name.
-      extras: from `loss`, inputs of the optimizer besides gradients, such as `{path of an embedding table: the rows
-        that were used, [N], int32}` for `core.optimizers.with_table`; from `evaluate`, answers. Not summed.
+      weight_sum: [], float32, the sum of these weights.
+      extras: from `loss`, inputs of the optimizer besides gradients; from `evaluate`, answers. Not summed.
     """
 
     loss_sum: jax.Array
@@ -69,19 +60,17 @@ class Model(Protocol):
     """A pure model. `init` names the axes of every parameter through `core.logical`.
 
     The task's `spec` describes its batches. A text task has `inputs`, `targets`, `segment_ids`, `positions` [B, T],
-    int32 (segments of a row are numbered from 1, 0 is padding; positions restart in each segment), and `weights`
-    [B, T], float32 (0 excludes a position from the loss). Only `segment_ids` and `weights` tell what is padding: every
-    id may be a token. A puzzle task has `inputs`, `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B],
-    int32. In `loss` a batch also has `row_ids` [B], int32, for `core.random_bits`.
-
-    Optional abilities are the Protocols below; docs/reference/abilities.md lists them.
+    int32 (segments of a row are numbered from 1, 0 is padding; positions restart in each segment), and `weights` [B,
+    T], float32 (0 excludes a position from the loss). A padding position may have any id. A puzzle task has `inputs`,
+    `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B], int32. In `loss` a batch also has `row_ids` [B],
+    int32.
     """
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns the initial parameters for batches of this shape, usually in float32."""
+        """Returns the initial parameters for batches of this shape."""
 
     def init_carry(self, batch: Batch) -> Carry:
-        """Returns the initial carry: state that is passed from step to step; `()` for a language model."""
+        """Returns the initial carry, passed from step to step; `()`: none."""
 
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool
@@ -89,22 +78,19 @@ class Model(Protocol):
         """Returns the next carry and the loss sums over the rows of `batch`.
 
         Args:
-          params, carry: from `init`; from `init_carry` or the step before.
-          rng: the key of the step.
+          carry: from `init_carry` or the step before.
           batch: rows of the global batch, with `row_ids`.
-          is_training: False in the evaluation of models without `evaluate`, which disables dropout and the like.
+          is_training: False disables dropout and the like.
         """
 
 
 class DataLayout(NamedTuple):
-    """The rows of the global batch that a host supplies: the interface between a mesh and an input pipeline.
+    """The rows of the global batch that a host supplies.
 
     Attributes:
       batch_size: rows of the global batch.
-      rows: the rows that this host supplies, ascending, read from the sharding of the batch. On a real slice they are
-        often strided (v4-32 under fsdp 16: host 0 has rows 0, 4, 8, 12), and several hosts may need the same row.
-      owned_rows: those of `rows` that no lower-numbered host has. A host saves the position of the streams whose first
-        row it owns, so that each is written once.
+      rows: rows of this host, ascending; several hosts may have the same row.
+      owned_rows: those of `rows` that no lower-numbered host has.
     """
 
     batch_size: int
@@ -117,18 +103,18 @@ class Batches(Protocol):
 
     @attribute
     def spec(self) -> BatchSpec:
-        """The fields of the *global* batch."""
+        """Fields of the *global* batch."""
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """Returns this host's rows of the next global batch, in the order of `DataLayout.rows`."""
+        """Returns this host's rows of the next global batch, ordered as `DataLayout.rows`."""
 
     def state(self) -> Mapping[str, bytes]:
-        """Returns the positions of the streams whose first row this host owns, by a name that all hosts share."""
+        """Returns the positions of streams whose first row this host owns, by a name that hosts share."""
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """Moves to saved positions: the union of all hosts' `state`.
+        """Moves to saved positions, the union of all hosts' `state`.
 
-        Raises UserError if a stream is missing, or if a position was saved with other data or settings.
+        Raises UserError if a stream is missing, or was saved with other data.
         """
 
 
@@ -136,39 +122,37 @@ class Task(Protocol):
     """Data to train and evaluate a model on. Constructing a task opens no files.
 
     Attributes:
-      num_streams: number of data streams, independent of the number of hosts; divides the batch size.
+      num_streams: number of data streams, for any number of hosts; divides the batch size.
       vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
         is not text.
-
-    Optional abilities are the Protocols below; docs/reference/abilities.md lists them.
     """
 
     num_streams: int
     vocabulary: Any
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch: shape, dtype and logical axes of each."""
+        """Returns the fields of a global batch."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Prepares the data, for example trains a vocabulary; called on host 0 first, then on the others.
+        """Prepares the data; runs on host 0 before the others.
 
         Only a call with `is_host_zero` may write to the run directory.
         """
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of this host's rows of training batches, in an order that `seed` determines."""
+        """Returns an endless iterator of this host's rows of training batches, in an order set by `seed`."""
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns the validation batches, the same at every call and on any number of hosts; they may end."""
+        """Returns the validation batches, the same at every call; they may end."""
 
     def problems(self) -> list[str]:
-        """Returns the problems that can be found without opening the data, each with its fix."""
+        """Returns problems that can be found without opening the data, each with its fix."""
 
     def describe(self) -> str:
         """Returns one line for the run summary."""
 
     def fingerprint(self) -> str:
-        """Returns a hash, equal on all hosts that read the same data; compare two with `core.batches.is_same_data`."""
+        """Returns a fingerprint of the data; compare two with `core.batches.is_same_data`."""
 
 
 # Optional abilities of models, tested with `can`.
@@ -181,10 +165,7 @@ class Evaluates(Protocol):
     """
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Returns sums, which replace those of `loss` in evaluation.
-
-        `extras` has the model's answers to each row, `{name: [B, ...]}`, for a task that judges answers.
-        """
+        """Returns sums, which replace those of `loss`; `extras` may have answers `{name: [B, ...]}`."""
 
 
 class Generates(Protocol):
@@ -207,12 +188,12 @@ class ExtendsCache(Protocol):
         """Returns an empty cache for `rows` rows of at most `length` slots."""
 
     def extend(self, params: Params, cache: Any, ids: Any, start: Any, padding: Any) -> tuple[jax.Array, Any]:
-        """Runs new ids with unrolled layers; returns logits after the last id, [B, V], float32, and the cache.
+        """Runs new ids; returns logits after the last id, [B, V], float32, and the cache.
 
         Args:
-          params, cache: the parameters; the cache, filled in all slots before `start`.
+          cache: filled in all slots before `start`.
           ids: [B, T], int32; the id in slot s has position s - padding.
-          start: slot of the first new id, [], int32; 0 for an empty cache.
+          start: slot of the first new id, [], int32.
           padding: [B], int32: the number of empty slots at the beginning of each row.
         """
 
@@ -220,7 +201,7 @@ class ExtendsCache(Protocol):
 class ExtendsLayers(Protocol):
     """A model whose `extend` is `before_layers`, then `extend_layers` for successive layers, then `after_layers`.
 
-    Its cache is a tuple: the states of all layers, followed by other entries. `num_layers` counts all layers.
+    Its cache is a tuple: the states of all layers, followed by other entries.
 
     Enables: generation on a CPU from small programs of a few layers, compiled once for layers of equal kinds.
     """
@@ -229,16 +210,16 @@ class ExtendsLayers(Protocol):
 
     @property
     def num_first_layers(self) -> int:
-        """How many layers come before those that repeat (`core.stack.First`); no call of `extend_layers` mixes them."""
+        """How many layers come before those that repeat; no call of `extend_layers` has layers of both."""
 
     def layer_kind(self, layer: int) -> Hashable:
-        """Returns the kind of a layer, by its index from 0; layers of one kind differ in their arrays alone."""
+        """Returns the kind of a layer; layers of one kind differ in arrays alone."""
 
     def before_layers(self, params: Params, others: Any, ids: Any, start: Any, padding: Any) -> tuple[Any, Any, Any]:
-        """Returns the input of the first layer, arrays that all layers read, and the cache's new `others`.
+        """Returns the input of the first layer, arrays that all layers read, and the new `others`.
 
         Args:
-          params, others: the parameters; the entries of the cache after the states of layers.
+          others: entries of the cache after the states of layers.
           ids, start, padding: as in `ExtendsCache.extend`.
         """
 
@@ -246,10 +227,10 @@ class ExtendsLayers(Protocol):
         """Runs successive layers on new ids; returns x and the states of these layers.
 
         Args:
-          params: the parameters; the stacked ones contain these layers alone.
-          x, side: the input of the first of these layers; the arrays from `before_layers`.
-          states, start: the states of these layers, from the cache; the slot of the first new id.
-          kinds: kinds of these layers, from `layer_kind`.
+          params: the parameters; the stacked ones are of these layers alone.
+          side: the arrays from `before_layers`.
+          states: of these layers, from the cache.
+          kinds: from `layer_kind`.
         """
 
     def after_layers(self, params: Params, x: Any) -> jax.Array:
@@ -272,19 +253,14 @@ class Shrinks(Protocol):
     """
 
     def shrink(self, multiples: Mapping[str, int]) -> Model:
-        """Returns a small model of this kind.
-
-        Args:
-          multiples: by logical axis, a number of which the size of this axis must be a multiple.
-        """
+        """Returns a small model, whose logical axes have sizes that are multiples of these."""
 
 
 class ReadsPublished(Protocol):
     """A model whose parameters can be read from the folder of a published model.
 
     Attributes:
-      added_parameters: shell wildcards over paths of parameters that a source may lack, such as adapters. They are then
-        initialized.
+      added_parameters: shell wildcards over paths of parameters that a source may lack.
 
     Enables: `INIT_FROM` with the folder of a published model, or with a source that lacks what the model adds.
     """
@@ -302,17 +278,17 @@ class ListsSettings(Protocol):
     """
 
     def settings(self) -> Mapping[str, Any]:
-        """Returns the settings that change results by more than rounding, by name, with defaults filled in."""
+        """Returns the settings that change results by more than rounding."""
 
 
 class CountsFlops(Protocol):
-    """A model that can count its FLOPs, so that MFU can be reported.
+    """A model that can count its FLOPs.
 
     Enables: MFU, FLOPs in the run summary and in plans.
     """
 
     def flops_per_token(self, length: int) -> float:
-        """Returns the training FLOPs per token in rows of `length` tokens, without recomputation."""
+        """Returns training FLOPs per token in rows of `length` tokens, without recomputation."""
 
 
 class HasVocabulary(Protocol):
@@ -325,9 +301,7 @@ class HasVocabulary(Protocol):
 
 
 class CouplesRows(Protocol):
-    """A model that says whether its loss couples the rows of a batch, as a contrastive loss over all pairs does.
-
-    The losses of microbatches then do not add up to the loss of the batch. `couples_rows` is False for a sum over rows.
+    """A model that says whether its loss couples the rows of a batch, as a contrastive loss does.
 
     Enables: errors for accumulation, pipelines and `overlap_reduction`, which would compute another loss.
     """
@@ -357,9 +331,8 @@ class ChoosesKernels(Protocol):
     """A dataclass with fields for how it computes attention and the logits of its loss.
 
     Attributes:
-      attention: the implementation; "auto" depends on the accelerator.
-      loss_chunk: positions whose logits are held at a time; 0: all; None: as many as `chunk_bytes` allows.
-      chunk_bytes: limit on the bytes of these logits if `loss_chunk` is None.
+      loss_chunk: positions whose logits are held at a time; 0: all; None: by `chunk_bytes`.
+      chunk_bytes: limit on the bytes of these logits.
 
     Enables: plans that count the TPU kernel and the logits of a chunk; the row `attention` of the summary on GPUs.
     """
@@ -369,7 +342,7 @@ class ChoosesKernels(Protocol):
     chunk_bytes: int
 
     def attention_on_gpus(self, length: int) -> str:
-        """Returns, as text, how GPUs would compute attention over rows of `length` positions."""
+        """Returns how GPUs would compute attention over rows of `length` positions, as text."""
 
 
 # Optional abilities of tasks.
@@ -382,7 +355,7 @@ class DescribesEvaluation(Protocol):
     """
 
     def evaluated_on(self, most: int | None) -> str:
-        """Describes the rows that an evaluation scores; it scores at most `most` rows, or all if `most` is None."""
+        """Describes the rows that an evaluation of at most `most` rows scores; None: of all rows."""
 
 
 class FramesTexts(Protocol):
@@ -424,31 +397,30 @@ class SizesEvaluation(Protocol):
     """
 
     def evaluating(self, rows: int | None) -> Task:
-        """Returns a copy whose evaluations score the same `rows` held-out rows each time; None: all rows once."""
+        """Returns a copy whose evaluations score the same `rows` rows each time; None: all rows."""
 
 
 class AnswerJudge(Protocol):
     """Scores a model's answers by votes.
 
     Attributes:
-      name: under which the scores are stored, such as `arc`.
-      needed_answers: names of the answers that it reads, in the extras of `Evaluates.evaluate`.
+      name: under which the scores are stored.
     """
 
     name: str
     needed_answers: Sequence[str]
 
     def votes(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Any:
-        """Counts the votes of one evaluation, from the answers of each batch."""
+        """Counts the votes of one evaluation."""
 
     def merged(self, *several: Any) -> Any:
-        """Adds the votes of several evaluations; `scores` and `submission` accept the sum, too."""
+        """Adds the votes of several evaluations."""
 
     def scores(self, votes: Any) -> dict[str, Any]:
-        """Returns the scores of the votes by name, as values that JSON can encode."""
+        """Returns the scores of the votes, of JSON types."""
 
     def submission(self, votes: Any) -> Any:
-        """Returns the attempts for every test in the format of a competition, as values that JSON can encode."""
+        """Returns the attempts in the format of a competition, of JSON types."""
 
 
 class Judges(Protocol):
@@ -458,23 +430,20 @@ class Judges(Protocol):
     """
 
     def judge(self) -> AnswerJudge | None:
-        """Returns the judge, or None if the data has none. The task must be prepared."""
+        """Returns the judge, None if the data has none; the task must be prepared."""
 
 
 class OwnMetrics(Protocol):
-    """The metrics that a task defines on a model's predictions and scores; values are of JSON types."""
+    """Metrics that a task defines on a model's predictions and scores."""
 
     def questions(self) -> dict[str, Any]:
         """Returns what to ask a model, `{"eos_id": …, "tasks": {name: {"kinds": …, "pairs": …}}}`.
 
-        `kinds` are the kinds of output that the metrics of a task need; `pairs` are the ids of prompts and targets.
-
-        Raises:
-          UserError: the questions or the metrics cannot be read.
+        `kinds` are kinds of output that the metrics need; `pairs` are the ids of prompts and targets.
         """
 
     def computed(self, outputs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-        """Returns the metrics of a model's outputs, by task and name. Raises UserError if a metric fails."""
+        """Returns the metrics of a model's outputs, by task and name."""
 
 
 class DefinesMetrics(Protocol):
@@ -484,11 +453,7 @@ class DefinesMetrics(Protocol):
     """
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """Returns the metrics, computed on at most `most` examples; None if the task defines none.
-
-        Raises:
-          UserError: the definition has no metrics that a model can be asked for.
-        """
+        """Returns the metrics on at most `most` examples; None if the task defines none."""
 
 
 class SplitsRows(Protocol):
@@ -510,7 +475,7 @@ class ChecksModel(Protocol):
     """
 
     def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
-        """Returns how the model does not fit the data, a line each with its fix; `prepared`: whether `prepare` ran."""
+        """Returns how the model does not fit the data; `prepared`: whether `prepare` ran."""
 
 
 class Rehearses(Protocol):
@@ -547,10 +512,7 @@ Ability = TypeVar("Ability")
 
 
 def can(value: object, ability: type[Ability]) -> TypeGuard[Ability]:
-    """Returns True if a model, task or vocabulary implements an optional Protocol such as `Evaluates`.
-
-    An object that forwards attributes to another (`__getattr__`) has the abilities of both.
-    """
+    """Returns whether an object implements an optional Protocol such as `Evaluates`."""
     return not missing(value, ability)
 
 
@@ -560,10 +522,7 @@ def lacking(value: object, ability: type) -> str:
 
 
 def missing(value: Any, protocol: type) -> list[str]:
-    """Returns the attributes of a Protocol that `value` lacks, and the methods as `init(rng, batch)`.
-
-    A method counts as missing if it does not accept all keyword-only arguments of the Protocol's method.
-    """
+    """Returns the attributes of a Protocol that `value` lacks, and the methods as `init(rng, batch)`."""
     bases = [base for base in reversed(protocol.__mro__) if getattr(base, "_is_protocol", False)]
     members = [member for base in bases for member in vars(base).items()]
     declared = [name for base in bases for name in inspect.get_annotations(base)]
@@ -583,7 +542,6 @@ def _takes_keywords(found: Any, method: Callable) -> bool:
 
 
 def _parameters(method: Callable) -> str:
-    """Formats the parameters of a method: `params, batch, *, is_training`."""
     _, *parameters = inspect.signature(method).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]

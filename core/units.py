@@ -8,22 +8,22 @@ _FLOPS = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Formats a count with a noun: `1 host`, `1,024 hosts`; `plural` is for nouns with an irregular plural."""
+    """Formats a count with a noun: `1 host`, `1,024 hosts`."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def size(count: float, *, digits: int = 3) -> str:
-    """Formats a number of bytes in binary units, to `digits` significant digits: `45.6 MiB`."""
+    """Formats a number of bytes in binary units: `45.6 MiB`."""
     return _scaled(count, _BYTES, digits)
 
 
 def seconds(number: float, *, digits: int = 3) -> str:
-    """Formats seconds in the unit that suits them, to `digits` significant digits: `9.52 µs`, `1,230 s`."""
+    """Formats seconds in a suitable unit: `9.52 µs`, `1,230 s`."""
     return _scaled(number, _SECONDS, digits)
 
 
 def seconds_between(low: float, high: float) -> str:
-    """Formats a range of seconds in the unit of its upper end: `0.907 to 1.28 s`; one number if both round to it."""
+    """Formats a range of seconds: `0.907 to 1.28 s`; one number if both round to it."""
     text = seconds(high)
     number, name = text.split()
     first = significant(low / next(factor for factor, unit in _SECONDS if unit == name))
@@ -36,7 +36,7 @@ def flops(number: float) -> str:
 
 
 def significant(number: float, digits: int = 3) -> str:
-    """Formats a number to `digits` significant digits, with all digits before the decimal point: `35.5`, `1,018`."""
+    """Formats a number to `digits` significant digits, a larger one as an integer: `35.5`, `1,018`."""
     return f"{number:,.0f}" if abs(number) >= 10**digits * (1 - 0.5 * 10**-digits) else f"{number:.{digits}g}"
 
 
@@ -53,7 +53,6 @@ def shortened(items: Sequence[str], *, most: int) -> list[str]:
 
 
 def _scaled(number: float, units: Sequence[tuple[float, str]], digits: int) -> str:
-    """Formats a number in the largest unit that it reaches, or else in the smallest unit."""
     if number == 0:
         return "0 " + next(name for factor, name in units if factor == 1)
     factor, name = next((unit for unit in units if float(f"{number / unit[0]:.{digits}g}") >= 1), units[-1])

@@ -18,21 +18,17 @@ TRAINING = (*COMPILER, "dm-haiku", "optax", "orbax-checkpoint", "tensorstore", "
 
 @functools.cache
 def version(package: str) -> str:
-    """Returns the installed version of a package.
-
-    Raises:
-      importlib.metadata.PackageNotFoundError: it is not installed.
-    """
+    """Returns the installed version of a package."""
     return importlib.metadata.version(package)
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Returns the installed version of each package, by name; raises as `version` does."""
+    """Returns the installed version of each package, by name."""
     return {name: version(name) for name in packages}
 
 
 def of_training() -> dict[str, str]:
-    """Returns the version of each package in TRAINING, by name; `not installed` for one that is not."""
+    """Returns the version of each package in TRAINING, by name, or `not installed`."""
     found = {}
     for name in TRAINING:
         try:
@@ -43,10 +39,7 @@ def of_training() -> dict[str, str]:
 
 
 def of_modules(names: Iterable[str]) -> dict[str, str]:
-    """Returns digests of the files of imported modules, by name.
-
-    Leaves out modules without a file, and those of Renga, of installed packages and of the standard library.
-    """
+    """Returns digests of the files of imported modules, without Renga, installed packages and Python's own."""
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     own = {name: Path(file).resolve() for name, file in sorted(files.items()) if file}
     return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:16] for n, f in own.items() if not _is_versioned(f)}
@@ -54,16 +47,15 @@ def of_modules(names: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _is_versioned(file: Path) -> bool:
-    """Returns whether a file belongs to Renga, an installed package or Python (versions are recorded elsewhere)."""
     ours = (_WORKSPACE / name for name in ("core", "launch", "models", "parallel", "renga", "tasks"))
     installed = _INSTALLED & set(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
     return bool(installed) or any(file.is_relative_to(folder) for folder in ours)
 
 
 def git_revision(workspace: Path = _WORKSPACE) -> str:
-    """Returns the git revision of a workspace, with `-dirty` if tracked files were edited; `unknown` outside git.
+    """Returns a workspace's git revision, with `-dirty` if tracked files were edited; `unknown` outside git.
 
-    A workspace that was shipped without its `.git` has its revision in the file REVISION_FILE.
+    The file REVISION_FILE, if there is one, replaces git.
     """
     shipped = workspace / REVISION_FILE
     if shipped.exists():

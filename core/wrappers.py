@@ -1,7 +1,6 @@
 """Copies a model with one field changed, or with smaller sizes, even if the model is wrapped.
 
-A wrapper that forwards unknown attributes (`__getattr__`) has the abilities of the model inside. A copy with another
-dtype or smaller sizes is then a copy of the wrapper around a changed model.
+A wrapper forwards unknown attributes (`__getattr__`) to the model inside.
 """
 
 import dataclasses
@@ -15,32 +14,25 @@ Path = tuple[str, ...]  # attributes that lead from a wrapper to what it wraps
 
 
 def field_path(model: Any, name: str) -> Path | None:
-    """Returns the attribute path to the dataclass that has a field, () for the model itself; None without such a field.
-
-    Only the model and those of its attributes that have an attribute `name` are searched, depth first; so the field of
-    a part is found only if the name can be read from the objects around it, too.
-    """
+    """Returns the attribute path to the dataclass that has a field; (): the model; None: not found."""
     return _path(model, name, lambda value: dataclasses.is_dataclass(value) and name in _fields(value))
 
 
 def field_owner(model: Any, name: str) -> Any:
-    """Returns the dataclass that has a field: the model or one inside it; None without such a field."""
+    """Returns the dataclass that has a field, the model or one inside it; None without such a field."""
     path = field_path(model, name)
     return None if path is None else functools.reduce(lambda value, attribute: vars(value)[attribute], path, model)
 
 
 def with_field(model: Any, name: str, value: Any) -> Any:
-    """Returns a copy with another value of a field, which `field_path` must find in the model."""
+    """Returns a copy with another value of a field, which must exist."""
     path = field_path(model, name)
     assert path is not None, (type(model).__name__, name)
     return _changed(model, path, lambda inner: dataclasses.replace(inner, **{name: value}))
 
 
 def is_outside(model: Any, name: str, other: str) -> bool:
-    """Returns whether a wrapper or subclass defines `name`, and passes on or inherits `other`.
-
-    What `other` of the inner model or base class does then takes no account of the new `name`.
-    """
+    """Returns whether a wrapper or subclass defines `name`, and passes on or inherits `other`."""
     return _depth(model, name) < _depth(model, other)
 
 

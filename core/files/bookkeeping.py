@@ -1,6 +1,6 @@
-"""Retries non-essential reads and writes: a full disk or an unreachable bucket delays them but never ends the run.
+"""Retries non-essential reads and writes, whose failures are only warnings.
 
-Uses the standard library only, because `launch.hosts.host_output` imports this where nothing else is installed.
+Uses the standard library only: `launch.hosts.host_output` runs where nothing else is installed.
 """
 
 import contextlib
@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 
 class Bookkeeping:
-    """Runs an action whose failures are only warnings; of several failures in a row, only the first is printed."""
+    """Runs an action whose failures are only warnings; of several in a row, only the first is printed."""
 
     def __init__(self, what: str, *, done: str = "written"):
-        """Stores the words of the warning: `WHAT could not be DONE`."""
+        """The warning begins with `WHAT could not be DONE`."""
         self._what, self._done, self._is_failing = what, done, False
 
     def attempt(self, act: Callable[[], object]) -> bool:
@@ -33,20 +33,13 @@ class Bookkeeping:
 
 
 class Appender:
-    """Appends to a local file. Content that cannot be written is kept, reported once, and written later.
-
-    A partial write is completed later, so that no line is truncated. If the file ends with an incomplete line, left by
-    a killed process, a newline is written first.
-    """
+    """Appends to a local file; content that cannot be written is kept, and written later."""
 
     def __init__(self, path: pathlib.Path, *, most_bytes: int | None = None):
         """Opens or creates the file; if that fails, every `flush` tries again.
 
         Args:
-          path: path of the file.
-          most_bytes: limit in bytes on the content that stays pending when a flush fails; None: everything is kept.
-            Whole lines beyond the limit are dropped until the file can be written again; a line in the file then says
-            how many bytes are missing. The rest of a partly written line is always kept.
+          most_bytes: limit on what stays pending after a failed flush; None: no limit. Later lines are dropped.
         """
         self._path, self._most_bytes = path, most_bytes
         self._file: io.FileIO | None = None
@@ -66,7 +59,7 @@ class Appender:
             self._pending += content
 
     def flush(self) -> None:
-        """Writes the pending content, as far as possible. Never raises."""
+        """Writes the pending content, as far as possible."""
         if not self._bookkeeping.attempt(self._push) and self._most_bytes is not None:
             self._drop(self._most_bytes)
 
@@ -101,7 +94,7 @@ class Appender:
             del self._pending[:written]
 
     def close(self) -> None:
-        """Writes what is pending and closes the file; a second call does nothing."""
+        """Writes what is pending and closes the file."""
         if not self._is_closed:
             self._is_closed = True
             self.flush()

@@ -1,8 +1,4 @@
-"""The file system of gs:// paths: gcsfs, which first checks within seconds that the service can be reached.
-
-gcsfs searches for credentials and repeats failed requests for minutes. That is right for a run that has begun, whose
-connection comes back, but not for a mistyped address or a machine without a network.
-"""
+"""The file system of gs:// paths: gcsfs, which first checks within seconds that the service can be reached."""
 
 import os
 import socket
@@ -24,10 +20,7 @@ _failed: dict[str, tuple[float, str]] = {}  # when an address was last tried, an
 
 
 class Buckets(gcsfs.GCSFileSystem):
-    """A gcsfs file system whose constructor raises `UnreachableError` if the service cannot be reached.
-
-    Behind a proxy it does not check this.
-    """
+    """A gcsfs file system whose constructor raises `UnreachableError` if the service cannot be reached."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         if not (kwargs.get("session_kwargs") or {}).get("trust_env"):  # then requests go through a proxy
@@ -44,13 +37,7 @@ def address() -> str:
 
 
 def require_reachable(address: str) -> None:
-    """Tries to connect to the server at an address, for at most REACH_SECONDS.
-
-    An address that was reached is not tried again. One that failed less than a minute ago is taken to fail again.
-
-    Raises:
-      UnreachableError: no connection.
-    """
+    """Raises UnreachableError if no connection is made within REACH_SECONDS; remembers the result."""
     if address in _reached:
         return
     tried_at, reason = _failed.get(address, (-_REMEMBERED_SECONDS, ""))
@@ -65,7 +52,7 @@ def require_reachable(address: str) -> None:
 
 
 def _tried(address: str) -> str:
-    """Tries to connect until it succeeds or REACH_SECONDS have passed; returns the last error, or an empty text."""
+    """Returns the last error, or an empty text after a connection."""
     found, end = urllib.parse.urlsplit(address), time.monotonic() + REACH_SECONDS
     place = (found.hostname, found.port or {"http": 80}.get(found.scheme, 443))
     reasons = [f"no answer within {REACH_SECONDS:g} s"]

@@ -1,7 +1,6 @@
-"""Reads JSON that another program, host or person wrote: files of models, runs and checkpoints, and messages.
+"""Reads JSON that another program, host or person wrote.
 
-Python's parser accepts more than JSON has, and some texts make it, or what reads its result, fail in other ways than
-with a ValueError: thousands of nested brackets, numbers beyond float64, NaN, and a key that occurs twice.
+Python's parser accepts NaN, numbers beyond float64 and repeated keys.
 """
 
 import json
@@ -19,15 +18,10 @@ class MalformedError(ValueError):
 
 
 def loads(text: str | bytes, *, strict: bool = True) -> Any:
-    """Parses JSON.
+    """Parses JSON; raises MalformedError if it cannot, or if brackets are nested too deeply.
 
     Args:
-      text: the JSON.
-      strict: whether numbers that are not finite and objects with a repeated key are errors. Metrics, and files that
-        other programs accept, may contain them.
-
-    Raises:
-      MalformedError: the text is not JSON, has more than `MOST_NESTED` nested brackets, or is wrong as `strict` says.
+      strict: whether numbers that are not finite and repeated keys are errors.
     """
     only: Any = {"parse_float": _finite, "parse_constant": _finite, "object_pairs_hook": _unique} if strict else {}
     try:
@@ -43,12 +37,9 @@ def loads(text: str | bytes, *, strict: bool = True) -> Any:
 
 
 def load_object(text: str | bytes, kinds: Mapping[str, Kind] = _ANY, *, strict: bool = True) -> dict[str, Any]:
-    """Parses a JSON object, as `loads` does, that has at least the keys of `kinds`, each with a value of its type.
+    """Parses a JSON object that has at least the keys of `kinds`, with values of these types.
 
-    A float may be written as an integer; true and false are not integers.
-
-    Raises:
-      MalformedError: as `loads`; or the JSON is not an object, or a key is missing or has another type.
+    Raises MalformedError for other JSON.
     """
     found = loads(text, strict=strict)
     if not isinstance(found, dict):
@@ -63,7 +54,7 @@ def load_object(text: str | bytes, kinds: Mapping[str, Kind] = _ANY, *, strict: 
 
 
 def is_a(value: Any, kind: Kind) -> bool:
-    """Returns whether a JSON value has a type, or one of several; a float may be an integer, a bool is not an int."""
+    """Returns whether a JSON value has a type; an integer is a float, too, and a bool is no integer."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool):
         return bool in kinds

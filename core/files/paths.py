@@ -1,8 +1,4 @@
-"""Resolves local and gs:// paths, and writes files atomically.
-
-`resolve` converts a user's text to an absolute `Path` once; all other code uses `Path`. gs:// uses fsspec and not
-TensorFlow, whose import takes five seconds.
-"""
+"""Resolves local and gs:// paths, and writes files atomically."""
 
 import contextlib
 import glob
@@ -34,12 +30,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
 def resolve(text: str | os.PathLike[str]) -> epath.Path:
-    """Converts text to an absolute path: gs:// without a trailing slash, anything else local, with `~` expanded.
-
-    Raises:
-      UserError: the text is empty, has an unknown scheme or no bucket name, or is relative to a working directory that
-        no longer exists.
-    """
+    """Converts text to an absolute path, local (with `~` expanded) or gs://."""
     text = os.fspath(text)
     if not text.strip():
         raise UserError("a path is empty; give a folder such as runs/first or gs://bucket/runs/first")
@@ -66,16 +57,12 @@ def _resolve_remote(text: str, *, scheme: str) -> epath.Path:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Returns True if a path is in a bucket (gs://)."""
+    """Returns whether a path is in a bucket (gs://)."""
     return os.fspath(path).startswith("gs://")
 
 
 def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
-    """Creates a folder if necessary, checks that a small file can be written there, and returns its absolute path.
-
-    Raises:
-      UserError: the folder cannot be written; gives the reason.
-    """
+    """Creates a folder if necessary and returns its absolute path; raises UserError if it cannot be written."""
     folder = resolve(directory)
 
     def made() -> epath.Path:
@@ -87,13 +74,9 @@ def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
-    """Checks that a folder could be written, without creating it, and returns its absolute path.
+    """Checks that a folder could be written, without creating it; returns its absolute path.
 
-    A small file is written and removed: in the folder, or if a local folder does not exist, in its nearest existing
-    parent.
-
-    Raises:
-      UserError: the folder cannot be written; gives the reason.
+    A small file is written and removed there, or in the nearest existing parent of a local folder.
     """
     folder = resolve(directory)
     _probe(folder, lambda: folder if is_remote(folder) else _nearest(folder))
@@ -101,13 +84,7 @@ def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def free_space(directory: str | os.PathLike[str]) -> str:
-    """Describes the free space where a folder is or would be: `0.3 GiB and 1,200 inodes are free on this host's disk`.
-
-    A quota may allow less.
-
-    Raises:
-      OSError: the file system cannot be read.
-    """
+    """Describes the free space where a folder is or would be; a quota may allow less."""
     found = os.statvfs(_nearest(resolve(directory)))
     inodes = f" and {found.f_favail:,} inodes" if found.f_files else ""  # some file systems count none
     return f"{found.f_bavail * found.f_frsize / 2**30:.3g} GiB{inodes} are free on this host's disk"
@@ -134,10 +111,7 @@ def _probe(directory: epath.Path, folder: Callable[[], epath.Path]) -> None:
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file atomically: a reader sees the old text or the new one. Creates its folder if necessary.
-
-    Raises UserError if the path is malformed (`resolve`).
-    """
+    """Writes a file, in a new folder if necessary; a reader sees the old text or the new one."""
     write_bytes_atomically(path, text.encode())
 
 
@@ -160,8 +134,7 @@ class Versioned(NamedTuple):
     """The content and version of a small text file.
 
     Attributes:
-      text: its content.
-      version: changes with every write: an object's generation, or a local file's inode and modification time.
+      version: an object's generation, or a local file's inode and modification time.
     """
 
     text: str
@@ -169,7 +142,7 @@ class Versioned(NamedTuple):
 
 
 def read_versioned(path: epath.Path) -> Versioned | None:
-    """Reads a file and its version consistently; None if it does not exist."""
+    """Reads a file and its version; None if it does not exist."""
     try:
         if is_remote(path):
             bucket, key = _bucket_and_key(path)
@@ -183,18 +156,13 @@ def read_versioned(path: epath.Path) -> Versioned | None:
 
 
 def write_if_unchanged(path: epath.Path, text: str, *, version: str | None) -> bool:
-    """Writes a file atomically unless another process has written, created or removed it since it was read.
+    """Writes a file atomically unless another process has changed it; returns whether it was written.
 
-    In a bucket this is one transaction. On a disk only creating a file is: two processes may replace the same version,
-    so a caller that replaces a file must read it again a moment later.
+    Not exact on a disk: two processes may replace the same version, so read the file again a moment later.
 
     Args:
       path: the file; its folder must exist.
-      text: the content.
       version: the version that was read; None: the file did not exist.
-
-    Returns:
-      Whether the file was written.
     """
     if is_remote(path):
         service, (bucket, key) = fsspec.filesystem("gcs"), _bucket_and_key(path)
@@ -222,7 +190,7 @@ def write_if_unchanged(path: epath.Path, text: str, *, version: str | None) -> b
 
 
 def remove_if_unchanged(path: epath.Path, *, version: str) -> None:
-    """Removes a file unless another process has written it since this version was read."""
+    """Removes a file unless another process has written it since; not exact on a disk."""
     if is_remote(path):
         with contextlib.suppress(FileNotFoundError, FileExistsError):  # gone, or another generation
             fsspec.filesystem("gcs").call("DELETE", "b/{}/o/{}", *_bucket_and_key(path), ifGenerationMatch=version)
@@ -236,11 +204,7 @@ def _bucket_and_key(path: epath.Path) -> tuple[str, str]:
 
 
 def read_range(path: epath.Path, start: int, stop: int) -> bytes:
-    """Returns bytes [start, stop) of a file; from a bucket with one request.
-
-    Raises:
-      UserError: the file has fewer.
-    """
+    """Returns bytes [start, stop) of a file; raises UserError if it has fewer."""
     if is_remote(path):
         system, name = fsspec.core.url_to_fs(os.fspath(path))
         found = system.cat_file(name, start=start, end=stop) if stop > start else b""
@@ -254,7 +218,7 @@ def read_range(path: epath.Path, start: int, stop: int) -> bytes:
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:
-    """Returns the size in bytes of every file below a folder, by relative path; a bucket is listed once."""
+    """Returns the size in bytes of every file below a folder, by relative path."""
     if not is_remote(folder):
         files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
         return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
@@ -272,7 +236,7 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
 
 
 def file_version(path: str) -> str:
-    """Returns a text that changes when a file is written: its modification time, or the generation of an object."""
+    """Returns a file's modification time, or the generation of an object, as text."""
     if not is_remote(path):
         return str(pathlib.Path(path).stat().st_mtime_ns)
     system, name = fsspec.core.url_to_fs(path)
@@ -283,8 +247,7 @@ class Listed(NamedTuple):
     """A file in a listing.
 
     Attributes:
-      size_bytes: its size.
-      checksum: of an object in a bucket, a text that changes with its content; empty for a local file.
+      checksum: checksum or generation of an object in a bucket; empty for a local file.
     """
 
     size_bytes: int
@@ -292,10 +255,7 @@ class Listed(NamedTuple):
 
 
 def listed(pattern: str) -> dict[str, Listed]:
-    """Returns the files that match a pattern (`*`, `**`), by absolute path or gs:// name.
-
-    Raises UserError if the pattern is empty or has a scheme other than gs://.
-    """
+    """Returns the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
     if not is_remote(pattern):
         found = glob.glob(os.fspath(resolve(pattern)), recursive=True)  # noqa: PTH207 (absolute patterns)
         return {name: Listed(pathlib.Path(name).stat().st_size) for name in found if pathlib.Path(name).is_file()}
@@ -309,12 +269,12 @@ def listed(pattern: str) -> dict[str, Listed]:
 
 
 def matching(pattern: str) -> dict[str, int]:
-    """Returns the sizes in bytes of the files that match a pattern, as `listed`. Raises UserError as `listed`."""
+    """Returns the sizes in bytes of the files that match a pattern, as `listed`."""
     return {name: found.size_bytes for name, found in listed(pattern).items()}
 
 
 def copy_between(source: epath.Path, target: epath.Path) -> None:
-    """Copies a file from a disk or bucket to a disk or bucket, and creates the target's folder if necessary."""
+    """Copies a file between disks and buckets, and creates the target's folder if necessary."""
     if is_remote(source):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
@@ -323,7 +283,7 @@ def copy_between(source: epath.Path, target: epath.Path) -> None:
 
 
 def copy_file(local: str | os.PathLike[str], *, to: epath.Path) -> epath.Path:
-    """Copies a local file atomically to a disk or bucket, creates its folder if necessary, and returns `to`."""
+    """Copies a local file to a disk or bucket, and creates the target's folder if necessary; returns `to`."""
     to.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(to):
         to.write_bytes(pathlib.Path(local).read_bytes())

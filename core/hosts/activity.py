@@ -1,8 +1,4 @@
-"""Records the current step and activity of this process, and since when.
-
-The working thread writes the record, and the heartbeat thread sends it to the other hosts. Writing it takes a
-microsecond, so the loop updates it at every activity, and it is accurate when the process hangs.
-"""
+"""Records the current step and activity of this process, which the heartbeat sends to other hosts."""
 
 import contextlib
 import time
@@ -31,10 +27,9 @@ class Place(NamedTuple):
 
     Attributes:
       step: number of the current step; 0 before the first.
-      activity: one of the constants of this module, such as TRAINING.
-      seconds: time since the activity began.
-      limit_seconds: time limit that the work itself enforces; 0 if it has none.
-      part: part of the activity, such as `batch 3 of 8`; empty if it has none. `seconds` restart with each part.
+      seconds: time since the activity, or its part, began.
+      limit_seconds: time limit that the work itself enforces; 0: none.
+      part: part of the activity, such as `batch 3 of 8`; empty: none.
     """
 
     step: int
@@ -59,7 +54,7 @@ _now = _Record(0, JOINING, time.monotonic())
 
 
 def place() -> Place:
-    """Returns the current place of this process. Thread-safe."""
+    """Returns the current place of this process."""
     record = _now
     return Place(record.step, record.activity, time.monotonic() - record.since, record.limit_seconds, record.part)
 
@@ -68,10 +63,8 @@ def at(activity: str, *, step: int | None = None, limit_seconds: float = 0.0, pa
     """Records that this process begins an activity, or a part of one.
 
     Args:
-      activity: what this host does.
       step: number of the current step; None: as before.
-      limit_seconds: time limit that the work itself enforces; 0: it has none.
-      part: a part of the activity, for messages.
+      limit_seconds, part: as in `Place`.
     """
     global _now
     _now = _Record(_now.step if step is None else step, activity, time.monotonic(), limit_seconds, part)
@@ -79,10 +72,7 @@ def at(activity: str, *, step: int | None = None, limit_seconds: float = 0.0, pa
 
 @contextlib.contextmanager
 def enter(activity: str, *, limit_seconds: float = 0.0) -> Iterator[None]:
-    """Context with this activity; records the previous one again at the end, unless an exception is raised.
-
-    The arguments are as in `at`.
-    """
+    """Context with this activity; records the previous one at the end, unless an exception is raised."""
     before = _now
     at(activity, limit_seconds=limit_seconds)
     yield

@@ -1,12 +1,6 @@
 """Runs hosts as one program: initialization, barriers, exchange of texts, preemption and shutdown.
 
-Nothing is guessed silently: the cluster is given by arguments or detected from the machine, or the process passes
-`single_process=True`. If a host is missing or has another configuration, an error names it. An uncaught exception ends
-its process at once after `exit_at_once_on_exception`, instead of blocking for minutes in a barrier that the other hosts
-never reach.
-
-This is the only module that uses `jax.distributed`. All but `all_gather_array` uses its coordination service and not
-the devices, so it works before the first array exists.
+Apart from `all_gather_array`, this uses JAX's coordination service and not the devices.
 """
 
 import collections
@@ -56,8 +50,6 @@ class Cluster(NamedTuple):
     """The processes of a run.
 
     Attributes:
-      process_index: index of this process.
-      process_count: number of processes.
       coordinator: "HOST:PORT" of host 0; "" for a single process.
     """
 
@@ -87,26 +79,19 @@ def initialize(
     watch: Limits | None = None,
     before_devices: Callable[[Cluster], None] = lambda cluster: None,
 ) -> Cluster:
-    """Joins the other hosts before any device is initialized; returns the cluster, as does a second call.
+    """Joins the other hosts before any device is initialized; returns the cluster.
 
     Args:
-      coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster (a TPU slice).
-      process_index, process_count: index of this host, 0 to process_count - 1, and the number of hosts.
+      coordinator: "HOST:PORT" of host 0. If this and the next two are None, JAX detects the cluster.
+      process_index, process_count: index of this host, from 0, and the number of hosts.
       local_cpu_devices: number of CPU devices of this process (simulation); None: as JAX is configured.
       timeout_seconds: how long to wait for all hosts.
-      single_process: whether this process runs alone, without detecting or waiting for others.
-      description: the configuration of this host; if hosts have different ones, the error shows the difference.
+      single_process: whether this process runs alone.
+      description: the configuration of this host, which must be equal on all hosts.
       addresses: addresses of all hosts by index, to name a missing one.
-      secret: known to the hosts of this start alone, and equal on all of them; other connections are ignored.
-      watch: time limits for the monitoring between hosts (`core.hosts.heartbeat`); None: no monitoring.
-      before_devices: called with the cluster once all hosts are connected and have equal descriptions, before JAX's
-        runtime starts and any device is initialized. An exception in it is not caught.
-
-    Raises:
-      UserError: the arguments contradict one another, are malformed or out of range, or some are missing; no cluster
-        was detected; a second call describes another cluster; or the descriptions of the hosts differ.
-      RuntimeError: a device was already initialized, which is too late to join.
-      TimeoutError: some hosts are missing; names them.
+      secret: known to the hosts of this start alone.
+      watch: time limits for the monitoring between hosts; None: no monitoring.
+      before_devices: called with the cluster before JAX's runtime starts.
     """
     global _joined
     wanted = _wanted(coordinator, process_index=process_index, process_count=process_count, alone=single_process)
@@ -138,11 +123,7 @@ def initialize(
 def _wanted(
     coordinator: str | None, *, process_index: int | None, process_count: int | None, alone: bool
 ) -> Cluster | None:
-    """Returns the cluster that the arguments describe (one process if `alone`), or None if it has to be detected.
-
-    Raises:
-      UserError: the arguments contradict one another, are malformed or out of range, or some are missing.
-    """
+    """Returns None if the cluster has to be detected."""
     given = {"coordinator": coordinator, "process_index": process_index, "process_count": process_count}
     missing = [name for name, value in given.items() if value is None]
     if alone:
@@ -177,10 +158,6 @@ def _meet(
     secret: str,
     watch: Limits | None,
 ) -> Cluster:
-    """Waits for all hosts, compares their descriptions, and starts monitoring if `watch` is set.
-
-    Returns the cluster: `wanted`, or the detected one if it is None.
-    """
     if wanted is None:
         wanted = _detected(timeout_seconds)
         found = jax_internals.addresses_of_slice()  # empty for several slices
@@ -228,7 +205,7 @@ def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -
 
 @contextlib.contextmanager
 def _without_proxies() -> Iterator[None]:
-    """Context without the environment's proxies: gRPC would look for the other hosts of the slice behind them."""
+    """Context without the environment's proxies: gRPC would look for the other hosts behind them."""
     proxies = {name: value for name, value in os.environ.items() if "_proxy" in name.lower()}
     for name in proxies:
         del os.environ[name]
@@ -239,27 +216,22 @@ def _without_proxies() -> Iterator[None]:
 
 
 def process_index() -> int:
-    """Returns the index of this host; 0 before `initialize`. Does not initialize devices."""
+    """Returns the index of this host, without initializing devices; 0 before `initialize`."""
     return jax_internals.process_index()
 
 
 def process_count() -> int:
-    """Returns the number of hosts; 1 before `initialize`. Does not initialize devices."""
+    """Returns the number of hosts, without initializing devices; 1 before `initialize`."""
     return jax_internals.process_count()
 
 
 def is_host_zero() -> bool:
-    """Returns True on host 0, the only host that writes shared files."""
+    """Returns whether this is host 0."""
     return process_index() == 0
 
 
 def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Waits until every host has called `barrier` with this name.
-
-    Raises:
-      TimeoutError: some hosts did not within `timeout_seconds`; names them, or gives the error of JAX's coordination
-        service.
-    """
+    """Waits until every host has called `barrier` with this name, for at most `timeout_seconds`."""
     client = jax_internals.coordination_client()
     if client is None:
         return
@@ -272,11 +244,7 @@ def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
 
 
 def from_host_zero(text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-    """Returns host 0's `text` on every host; that of the others is not used. All hosts must call it, in the same order.
-
-    Raises:
-      TimeoutError: host 0 sent nothing within `timeout_seconds`.
-    """
+    """Returns host 0's `text` on every host. All hosts must call it, in the same order."""
     size, is_zero = _MAX_TEXT_BYTES // 8, is_host_zero()  # characters of a message
     parts = [text[begin : begin + size] for begin in range(0, len(text), size)] if is_zero else []
     begin = f"{max(len(parts), 1)} {parts[0] if parts else ''}"
@@ -288,15 +256,9 @@ def from_host_zero(text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> st
 
 
 def decided_by_host_zero(decide: Callable[[], Any], *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
-    """Calls `decide` on host 0 alone, and returns its result, of JSON types, on every host.
+    """Calls `decide` on host 0 alone; returns its result, of JSON types, on every host.
 
-    Hosts may see different files, such as the checkpoints of a run that is still training. All hosts must call it, in
-    the same order.
-
-    Raises:
-      UserError, UnreachableError: `decide` raised it; on every host, with the same message. Other subclasses of
-        UserError become UserError.
-      TimeoutError: host 0 sent nothing within `timeout_seconds`.
+    All hosts must call it, in the same order. A UserError in `decide` is raised on every host.
     """
     decided: dict[str, Any] = {}
     if is_host_zero():
@@ -311,30 +273,18 @@ def decided_by_host_zero(decide: Callable[[], Any], *, timeout_seconds: float = 
 
 
 def all_gather_text(name: str, text: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """Returns the `text` of every host, in the order of their indices. All hosts must call it with the same `name`.
-
-    Raises:
-      RuntimeError: `text` has more than 2 MiB.
-      TimeoutError: names the first host that gave none within `timeout_seconds`.
-    """
+    """Returns the `text` of every host, at most 2 MiB. All hosts must call it with the same `name`."""
     sources = list(range(process_count()))
     return _shared(f"gather/{name}", text, sources=sources, timeout_seconds=timeout_seconds)
 
 
 def all_gather_array(array: jax.Array) -> np.ndarray:
-    """Returns all values of an array whose shards are on several hosts. All hosts must call it, in the same order."""
+    """Returns all values of an array with shards on several hosts. All hosts must call it, in the same order."""
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """Returns the texts that the hosts `sources` give in this call of `name`; `text` is None on the others.
-
-    Calls with one name are numbered, so that the n-th call on one host meets the n-th call on the others.
-
-    Raises:
-      RuntimeError: `text` is too long.
-      TimeoutError: one of `sources` gave none in time.
-    """
+    """Returns the texts of the hosts `sources`; the n-th call of a name meets the n-th of other hosts."""
     client = jax_internals.coordination_client()
     if text is not None and len(text.encode()) > _MAX_TEXT_BYTES:
         raise RuntimeError(f"{name}: a text of {len(text.encode())} bytes; hosts exchange at most {_MAX_TEXT_BYTES}")
@@ -357,7 +307,7 @@ def _shared(name: str, text: str | None, *, sources: list[int], timeout_seconds:
 
 
 def post(name: str, text: str) -> None:
-    """Stores `text` under `name`, replacing an earlier text, for all hosts to read with `posted`. Does not wait."""
+    """Stores `text` under `name` for all hosts to read with `posted`, replacing an earlier text."""
     client = jax_internals.coordination_client()
     if client is None:
         _posted_alone[name] = text
@@ -366,7 +316,7 @@ def post(name: str, text: str) -> None:
 
 
 def posted(folder: str) -> dict[str, str]:
-    """Returns the texts that hosts have stored with `post("FOLDER/NAME", text)`, by NAME. Does not wait for hosts."""
+    """Returns the texts that hosts have stored with `post("FOLDER/NAME", text)`, by NAME."""
     client = jax_internals.coordination_client()
     if client is None:
         found = [(name, text) for name, text in _posted_alone.items() if name.startswith(f"{folder}/")]
@@ -376,15 +326,15 @@ def posted(folder: str) -> dict[str, str]:
 
 
 def require_same(what: str, text: str) -> None:
-    """Raises UserError on all hosts if `text` differs between hosts; shows the difference, and calls it `what`."""
+    """Raises UserError on all hosts if `text` differs between them. All hosts must call it."""
     if differing := rendezvous.host_differences(all_gather_text(what, text)):
         raise UserError(f"{what} differs between hosts (- marks the other hosts' lines):\n{differing}")
 
 
 def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
-    """Raises UserError on all hosts unless host 0 can write a file to the run directory and every host sees it.
+    """Raises UserError on all hosts unless every host sees a file that host 0 writes to the run directory.
 
-    `is_host_zero` says whether this process is host 0, which writes the file.
+    All hosts must call it.
     """
     directory = paths.resolve(run_dir)
     nonce = from_host_zero(secrets.token_hex(8))
@@ -401,7 +351,6 @@ def require_shared(run_dir: str, *, is_host_zero: bool) -> None:
 
 
 def _written(directory, nonce: str) -> str:
-    """Writes the file that the other hosts look for; returns the error as text, "" if there is none."""
     try:
         paths.require_writable(directory)
         paths.write_text_atomically(directory / _NONCE_FILE, nonce)
@@ -411,7 +360,6 @@ def _written(directory, nonce: str) -> str:
 
 
 def _sees(file, nonce: str) -> bool:
-    """Waits until `file` has the text that host 0 wrote; returns whether it does."""
     deadline = time.monotonic() + _SHARED_FILE_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(Exception):  # whatever the error, this host cannot read the file
@@ -422,7 +370,7 @@ def _sees(file, nonce: str) -> bool:
 
 
 def interrupt() -> None:
-    """Makes `preempted` return True on all hosts soon, because of Ctrl-C on this one. Can be called from any thread."""
+    """Makes `preempted` return True on all hosts soon, because of Ctrl-C on this one."""
     post(f"{_INTERRUPTED}/{process_index()}", "Ctrl-C")
     if _joined in (None, _ALONE):
         _sigterm_received.set()
@@ -431,14 +379,14 @@ def interrupt() -> None:
 
 
 def is_interrupted() -> bool:
-    """Returns whether the reason why `preempted` has returned True is Ctrl-C on a host, and not SIGTERM."""
+    """Returns whether a host has reported Ctrl-C."""
     return bool(posted(_INTERRUPTED))
 
 
 def preempted(step: int) -> bool:
-    """Returns True on all hosts if they should stop after `step`, because of SIGTERM or `interrupt` on one of them.
+    """Returns True on all hosts if they should stop after `step`.
 
-    Must be called at every step on every host: the hosts agree on a step that none of them has passed.
+    Every host must call it at every step: they agree on a step that none has passed.
     """
     if _joined in (None, _ALONE):  # a process that joined a cluster of one has JAX's handler, too
         return _sigterm_received.is_set()
@@ -446,7 +394,7 @@ def preempted(step: int) -> bool:
 
 
 def shutdown() -> None:
-    """Disconnects: waits until all hosts have called it, for at most `SHUTDOWN_SECONDS`."""
+    """Disconnects; waits until all hosts have called it, for at most `SHUTDOWN_SECONDS`."""
     global _joined
     heartbeat.leave()
     if jax.distributed.is_initialized():
@@ -456,12 +404,7 @@ def shutdown() -> None:
 
 
 def exit_at_once(code: int, why: str = "") -> None:
-    """Ends this process without JAX's barrier at exit, for a host that ends while others continue.
-
-    Args:
-      code: the exit code.
-      why: one line, which the other hosts print.
-    """
+    """Ends this process without JAX's barrier at exit; `why` is one line for the other hosts."""
     sys.stdout.flush()
     sys.stderr.flush()
     heartbeat.leave(code, why)
@@ -469,13 +412,9 @@ def exit_at_once(code: int, why: str = "") -> None:
 
 
 def exit_at_once_on_exception() -> None:
-    """Makes an uncaught exception print its traceback and end this process at once.
+    """Makes an uncaught exception end this process at once, without JAX's barrier at exit.
 
-    If the error's attribute `says_all` is true, only its message and notes are printed.
-
-    The exit code is the error's attribute `exit_code` if it has one, otherwise `exit_codes.RAISED`; if the loss of
-    another host caused the error, it is the code of host 0's verdict. Without this hook, the process would wait for the
-    others at exit, and they for its collectives. Ctrl-C ends with 130.
+    The exit code is the error's attribute `exit_code` if it has one; a verdict of host 0 can change it.
     """
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

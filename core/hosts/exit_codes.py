@@ -1,7 +1,4 @@
-"""Exit codes of the processes of a run, with their meanings and whether a restart can help.
-
-A restart can help after a lost machine; a mistake in the configuration or a loss that is not finite would only repeat.
-"""
+"""Exit codes of the processes of a run, with their meanings and whether a restart can help."""
 
 from typing import NamedTuple
 
@@ -21,12 +18,7 @@ PREEMPTED = 143
 
 
 class Ending(NamedTuple):
-    """The meaning of an exit code.
-
-    Attributes:
-      meaning: a sentence.
-      restart: whether starting the same command again can help.
-    """
+    """The meaning of an exit code, a sentence, and whether a restart can help."""
 
     meaning: str
     restart: bool
@@ -68,7 +60,7 @@ _BY_SIGNAL = Ending(
 
 
 def ending(code: int) -> Ending:
-    """Returns the meaning of a code: that in `ENDINGS`, or else, for `128 + N`, that of signal N."""
+    """Returns the meaning of an exit code."""
     if code in ENDINGS:
         return ENDINGS[code]
     if 128 < code < 128 + 65:
@@ -77,5 +69,5 @@ def ending(code: int) -> Ending:
 
 
 def of_process(returncode: int) -> int:
-    """Converts the `returncode` of a subprocess into an exit code as shells give it: 128 + N for signal N."""
+    """Converts a subprocess's `returncode` into an exit code of a shell, 128 + N for signal N."""
     return returncode if returncode >= 0 else 128 - returncode

@@ -1,8 +1,7 @@
 """Decides on host 0 whether a run must end, and which host caused it.
 
 A lost host makes the collectives of the others fail, and an exception on one host leaves the others waiting, so a host
-that only sees its own state would name the wrong cause. Therefore every host reports its state, and host 0 decides for
-all. The functions here are pure: they use neither sockets nor clocks.
+that only sees its own state would name the wrong cause.
 """
 
 import collections
@@ -29,12 +28,11 @@ class Limits(NamedTuple):
 
     Attributes:
       step_seconds: limit for a step, and for the time between two steps.
-      slow_seconds: limit for compiling, reading, opening, meeting, evaluating, saving, restoring and ending. Joining
-        has at least JOINING_SECONDS, and work that enforces a limit of its own has at least that plus LATER_SECONDS.
-      silent_seconds: limit for the time without a message from a host with an open connection; less than the timeout of
-        JAX's heartbeat. Also the limit for one host to meet, evaluate or end while others wait for it in a step.
-      apart_seconds: limit for one host to save or restore while others wait for it in a step.
-      reports_only: whether hosts over a limit are only reported, and the run continues.
+      slow_seconds: limit for other activities; some have a longer one or none.
+      silent_seconds: limit for the time without a message, and for meeting, evaluating or ending while others wait in a
+        step.
+      apart_seconds: limit for saving or restoring while others wait in a step.
+      reports_only: whether hosts over a limit are only reported.
     """
 
     step_seconds: float
@@ -44,7 +42,7 @@ class Limits(NamedTuple):
     reports_only: bool = False
 
     def apart(self, place: Place) -> float | None:
-        """Returns for how many seconds this activity may last while other hosts wait in a step; None: without limit."""
+        """Returns how many seconds this activity may last while others wait in a step; None: no limit."""
         if place.activity in (activity.SAVING, activity.RESTORING):
             return self.apart_seconds
         return (
@@ -52,7 +50,7 @@ class Limits(NamedTuple):
         )
 
     def of(self, place: Place) -> float:
-        """Returns the limit of an activity in seconds; infinite for PREPARING, unless it has a limit of its own."""
+        """Returns the limit of an activity in seconds."""
         if place.activity in (activity.TRAINING, activity.BETWEEN):
             return self.step_seconds
         if place.activity == activity.JOINING:
@@ -68,16 +66,14 @@ ON_TPU = USUAL_LIMITS._replace(silent_seconds=120.0, apart_seconds=600.0)
 
 @dataclasses.dataclass
 class Seen:
-    """The state of a host as known to the host that judges it. Host 0 judges all hosts, and the others judge host 0.
+    """The state of a host as known to the host that judges it.
 
     Attributes:
       name: such as `host 2 (10.0.0.4)`.
       place: the step and activity that it last reported.
       heard_seconds: time since its last message.
-      raised: the exception that ends it, and the time of its report, in seconds on the judging host's monotonic
-        clock; None if it reported none.
-      left: the exit code that the process reported (0: done), the reason, and the time of the report on the same clock;
-        None if it reported none.
+      raised: its exception, and when that was reported (seconds, monotonic clock of the judging host).
+      left: its exit code (0: done), the reason, and when they were reported.
       is_consequence: whether the loss of another host can have caused its exception.
       gone: whether its connection is closed.
     """
@@ -112,33 +108,26 @@ class Verdict(NamedTuple):
 
 
 def judge(seen: Mapping[int, Seen], *, limits: Limits, now: float) -> Verdict | None:
-    """Returns the verdict; None if there is no reason to end, or if further reports are expected soon.
+    """Returns the verdict; None if there is no reason to end, or further reports are expected.
 
-    Args:
-      seen: the states of all hosts, by index.
-      limits: the time limits.
-      now: the current time in seconds, on the clock used in `seen`.
+    `now` is in seconds, on the clock used in `seen`.
     """
     ended = _lost(seen) or _raised(seen, now) or _left(seen, now) or _left_early(seen, now)
     return ended or (None if limits.reports_only else overdue(seen, limits=limits))
 
 
 def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
-    """Returns the verdict on the hosts that exceed one of the time limits; None if no host does."""
+    """Returns the verdict on hosts that exceed a time limit; None if no host does."""
     return _apart(seen, limits) or _silent(seen, limits) or _hung(seen, limits)
 
 
 def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Verdict | None:
-    """Returns this host's verdict on host 0, which cannot report that it is lost, silent or has left.
+    """Returns this host's verdict on host 0; None if there is no reason to end.
 
     Args:
       zero: the state of host 0, as this host knows it.
       own: the state of this host.
-      limits: the time limits.
-      now: the current time in seconds, on the clock used in `zero` and `own`.
-
-    Returns:
-      The verdict; None if there is no reason to end.
+      now: seconds, on the clock used in `zero` and `own`.
     """
     both = {0: zero, 1: own}
     silent = None if limits.reports_only else host_zero_overdue(zero, limits=limits)
@@ -146,7 +135,7 @@ def judge_host_zero(zero: Seen, own: Seen, *, limits: Limits, now: float) -> Ver
 
 
 def host_zero_overdue(zero: Seen, *, limits: Limits) -> Verdict | None:
-    """Returns this host's verdict on host 0 if that has been silent for too long; otherwise None."""
+    """Returns the verdict on host 0 if it has been silent for too long; otherwise None."""
     return _silent({0: zero}, limits)
 
 
@@ -159,10 +148,7 @@ def _lost(seen: Mapping[int, Seen]) -> Verdict | None:
 
 
 def _raised(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Blames hosts that raised, after a short wait: others may raise too, or the error may be a consequence.
-
-    Returns None if no host raised, or during the wait.
-    """
+    """May return None at first: other hosts may raise, too, or have caused the error."""
     raised = {i: s.raised for i, s in seen.items() if s.raised}
     if not raised:
         return None
@@ -179,7 +165,6 @@ def _raised(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _left(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Blames hosts that ended with an exit code other than 0 while others did not end; None: there are none."""
     left = _failed(seen)
     if not left or all(s.left for s in seen.values()):
         return None
@@ -189,12 +174,11 @@ def _left(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _failed(seen: Mapping[int, Seen]) -> dict[int, tuple[int, str, float]]:
-    """Returns `Seen.left` of the hosts that ended with an exit code other than 0."""
     return {i: s.left for i, s in seen.items() if s.left and s.left[0]}
 
 
 def _ended(seen: Mapping[int, Seen], left: Mapping[int, tuple[int, str, float]]) -> Verdict:
-    """Returns the verdict on hosts that ended; if a restart cannot help, the others end with the same code."""
+    """If a restart cannot help, the other hosts end with the same code."""
     codes = [code for code, _, _ in left.values()]
     others = next((code for code in codes if not exit_codes.ending(code).restart), exit_codes.PEER_LOST)
     says = "; ".join(f"{seen[i].name} ended with exit code {code}: {why}" for i, (code, why, _) in left.items())
@@ -202,7 +186,7 @@ def _ended(seen: Mapping[int, Seen], left: Mapping[int, tuple[int, str, float]])
 
 
 def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
-    """Blames hosts that ended with exit code 0 while others are still in their loop; None: there are none."""
+    """Blames hosts that ended with exit code 0 while others are in their loop."""
     stepping = [i for i, s in seen.items() if s.place.activity in activity.STEPPING and not s.left]
     early = [i for i, s in seen.items() if s.left and s.left[0] == 0 and now - s.left[2] > EARLY_SECONDS]
     if not stepping or not early:
@@ -213,12 +197,7 @@ def _left_early(seen: Mapping[int, Seen], now: float) -> Verdict | None:
 
 
 def _apart(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Blames hosts for a long wait in which some are in a step and others are not: they took different branches.
-
-    The others meet, evaluate, save, restore or end. Blamed are the hosts that end, or else those that `behind` returns,
-    which may be the ones in the step. Returns None if there is no such wait, while it is short, or while a host is in
-    one of `activity.ALONE`, which delays all others.
-    """
+    """Blames hosts for a long wait in which some are in a step and others are not."""
     if any(s.place.activity in activity.ALONE for s in seen.values()):
         return None  # such a host delays all others
     waiting = [s.place.seconds for s in seen.values() if s.place.activity in (activity.COMPILING, activity.TRAINING)]
@@ -248,10 +227,7 @@ def _silent(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 
 
 def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
-    """Blames the hosts that delay the others, once all of these exceed their limits.
-
-    Returns None if there are none, before that, or if a host has raised or left, which other functions judge.
-    """
+    """Blames the hosts that delay the others, once all of these exceed their limits."""
     if any(s.raised or s.left for s in seen.values()):
         return None
     over = {i for i, s in seen.items() if s.place.seconds > limits.of(s.place)}
@@ -273,9 +249,9 @@ def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 def behind(places: Mapping[int, Place]) -> list[int]:
     """Returns the hosts that delay the others; all of them if none stands out.
 
-    These are the hosts in an activity without collectives, if others are in another; or else the hosts outside the
-    group with the same activity and step that is larger than all others; or else, if all are in one activity, the hosts
-    at the earliest step.
+    These are the hosts in an activity without collectives, if others are in another; or else those outside the largest
+    group with the same activity and step, if one is largest; or else, if all are in one activity, those at the earliest
+    step.
     """
     alone = [i for i, p in places.items() if p.activity in activity.ALONE]
     if alone and len(alone) < len(places):
@@ -293,20 +269,16 @@ def behind(places: Mapping[int, Place]) -> list[int]:
 
 
 def _elsewhere(seen: Mapping[int, Seen], culprits: Sequence[int]) -> str:
-    """Returns the end of a sentence: where the other hosts are; "" if they are at the culprits' place."""
+    """Returns the end of a sentence; empty if the others are at the same place as the `culprits`."""
     there = {str(seen[i].place) for i in culprits}
     others = {str(s.place) for i, s in seen.items() if i not in culprits} - there
     return f"; the others at {' and '.join(sorted(others)[:3])}" if others else ""
 
 
 def judge_copies(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
-    """Returns the verdict on hosts whose copies of replicated arrays differ from the majority; None if all are equal.
+    """Returns the verdict on hosts whose copies of arrays differ from the majority; None if all are equal.
 
-    If there is no majority for an array, all hosts that have fingerprints of it are named.
-
-    Args:
-      step: the step after which the fingerprints were taken.
-      by_host: the fingerprints of each host.
+    `by_host` has the fingerprints of each host.
     """
     wrong: dict[int, list[str]] = {}
     for name in sorted({name for numbers in by_host.values() for name in numbers}):
@@ -326,7 +298,7 @@ def judge_copies(step: int, by_host: Mapping[int, Numbers]) -> Verdict | None:
 
 
 def _minority(copies: Mapping[int, Sequence[int | str]]) -> list[int]:
-    """Returns the hosts with a copy unlike the most frequent one; all hosts after a tie, none if all are equal."""
+    """Returns the hosts with a copy unlike the most frequent one; all hosts after a tie."""
     counts = collections.Counter(number for held in copies.values() for number in held)
     if len(counts) < 2:
         return []

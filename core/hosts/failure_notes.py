@@ -1,7 +1,4 @@
-"""Notes that the processes of a run leave in a folder when it fails: the exception that ends them, or the verdict.
-
-The process that started the run reads them after its end, because a killed process cannot report its own failure.
-"""
+"""Notes that the processes of a run leave in a folder when it fails: an exception, or the verdict of the hosts."""
 
 import contextlib
 import json
@@ -27,10 +24,9 @@ _LONGEST = 2000
 
 @contextlib.contextmanager
 def noting(folder: Path, host: int | None, *, silent: Collection[int] = ()) -> Iterator[None]:
-    """Context that writes a note of an exception raised inside it, or of the hosts' verdict on why the run ends.
+    """Context that writes a note of an exception inside it, or of the hosts' verdict.
 
     Args:
-      folder: the folder for notes.
       host: index of this process's host; None if unknown.
       silent: exit codes of exceptions that are not noted.
     """
@@ -54,10 +50,7 @@ def noting(folder: Path, host: int | None, *, silent: Collection[int] = ()) -> I
 
 
 def collect(folder: Path) -> list[dict[str, Any]]:
-    """Reads and deletes the notes of a folder; returns them, oldest first, with the keys of `_NOTE`.
-
-    Malformed files are deleted, too, but not returned.
-    """
+    """Reads and deletes the notes of a folder; returns the well-formed ones, oldest first."""
     notes = []
     for file in folder.glob("*.json"):
         with contextlib.suppress(foreign_json.MalformedError):
@@ -67,10 +60,9 @@ def collect(folder: Path) -> list[dict[str, Any]]:
 
 
 def cause(notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Returns the note that names the cause of a failure.
+    """Returns the note that names the cause of a failure; without notes, an empty one.
 
-    It is the exception of the host that the verdict names, else the verdict, else the first exception. Without notes,
-    it is one with host None and an empty message.
+    It is the exception of the host that the verdict names, else the verdict, else the first exception.
     """
     verdicts = [note for note in notes if note["kind"] == "verdict"]
     raised = [note for note in notes if note["kind"] == "raised"]

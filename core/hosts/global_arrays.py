@@ -1,9 +1,7 @@
 """Shows arrays whose shards are on several hosts, of which no host can read all values.
 
-`print(array)` fails for such an array, and reading it all is a collective, which hangs if only some hosts call it.
-
-    print(global_arrays.describe(state.params))          # any host alone, at any time
-    values = global_arrays.gathered(state.params["head"]["w"])   # all hosts, in the same order
+print(global_arrays.describe(state.params))          # any host alone, at any time
+values = global_arrays.gathered(state.params["head"]["w"])   # all hosts, in the same order
 """
 
 from typing import Any
@@ -20,12 +18,10 @@ _EDGE_ITEMS, _MOST_SHARDS = 2, 4
 
 
 def describe(tree: Any) -> str:
-    """Describes every array of a tree: its shape and layout, and the range and a few values of this host's shards.
+    """Describes arrays of a tree: shape, layout, and the values of some of this host's shards.
 
-    At most four shards of an array are shown. Sends nothing to other hosts, so that one host alone may call it.
-
-        params/head/w float32[8, 6], P('fsdp',), 2 hosts; here:
-          [0:4, 0:6] from -1.2 to 3.1, mean 0.02, 0 not finite: [[0.1 0.2 ... 0.5 0.6] ...]
+    params/head/w float32[8, 6], P('fsdp',), 2 hosts; here:
+      [0:4, 0:6] from -1.2 to 3.1, mean 0.02, 0 not finite: [[0.1 0.2 ... 0.5 0.6] ...]
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return "\n".join(_leaf(parameters.path_name(path) or "array", leaf) for path, leaf in leaves)
@@ -64,11 +60,7 @@ def _values(values: np.ndarray) -> str:
 
 
 def gathered(array: jax.Array, *, most_bytes: int = MOST_GATHERED_BYTES) -> np.ndarray:
-    """Returns all values of an array, on every host. Collective: all hosts must call it, in the same order.
-
-    Raises:
-      UserError: the array is larger than `most_bytes`; on all hosts, before anything is sent.
-    """
+    """Returns all values of an array of at most `most_bytes`. All hosts must call it, in the same order."""
     if array.nbytes > most_bytes:
         raise UserError(
             f"gathered: {array.dtype.name}{list(array.shape)} has {units.size(array.nbytes)}, and every host would "

@@ -4,9 +4,8 @@
     host 2 ──┼─ times a second): step, activity, seconds in it; ─────┤   the verdict, to all
     host 3 ──┘  immediately: the error that ends it                  └── (core.hosts.failure_diagnosis)
 
-It uses the open connections of `rendezvous`. The connection of a killed process closes at once; a frozen process
-stops sending. All of this runs in a thread of its own, because a host that has lost a peer is blocked in a collective,
-in C++, where no exception reaches it; the thread ends the process. JAX's own heartbeat stays enabled as a fallback.
+It runs in a thread of its own, because a host that has lost a peer is blocked in a collective, in C++, where no
+exception reaches it; the thread ends the process.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ def start(roll: Roll | None, *, limits: Limits) -> None:
     """Starts monitoring, in a thread of its own.
 
     Args:
-      roll: all hosts and the connections to them, which the thread then owns; None for a single process, which is
-        monitored for hangs.
-      limits: the time limits by which this host judges: host 0 judges all hosts, and the others judge host 0.
+      roll: all hosts and the connections to them, which the thread then owns; None: a single process.
+      limits: the time limits by which this host judges.
     """
     global _watch
     assert _watch is None, "the hosts are watched already"
@@ -63,18 +61,15 @@ def start(roll: Roll | None, *, limits: Limits) -> None:
 
 
 def on_verdict(act: Callable[[Verdict], None]) -> None:
-    """Registers a function that is called with the verdict that ends this process; it must return quickly."""
+    """Registers a function, called with the verdict that ends this process; it must be quick."""
     global _on_verdict
     _on_verdict = act
 
 
 def raised(error: str, *, code: int, is_consequence: bool) -> None:
-    """Reports the error that ends this process, and waits for the verdict, which ends all hosts.
-
-    Returns if none comes within a few seconds, and at once without monitoring.
+    """Reports the error that ends this process, and waits a few seconds for the verdict.
 
     Args:
-      error: type and message.
       code: exit code of this process, if it is the cause.
       is_consequence: whether the loss of another host can have caused the error.
     """
@@ -84,11 +79,9 @@ def raised(error: str, *, code: int, is_consequence: bool) -> None:
 
 
 def leave(code: int = exit_codes.DONE, why: str = "") -> None:
-    """Reports that this process is about to exit, and why. Does nothing without monitoring.
+    """Reports that this process is about to exit, and why.
 
-    With a nonzero code, monitoring of this host ends, and host 0 waits up to `failure_diagnosis.LEAVING_SECONDS` for
-    the others to leave. With code 0, monitoring goes on until the process is gone, because JAX waits for the others at
-    exit, too.
+    With a nonzero code, host 0 waits a limited time for the others to leave.
     """
     if _watch is not None:
         passed_on = _watch.tell({"left": code, "why": why[:_MOST_CHARACTERS]}, own_code=code or None)
@@ -109,13 +102,9 @@ def stop() -> None:
 
 
 def compare(step: int, numbers: Numbers) -> None:
-    """Reports fingerprints of this host's replicated arrays after a step; differences end the run. Does not wait.
+    """Reports fingerprints of this host's replicated arrays after a step; differences between hosts end the run.
 
-    Does nothing without monitoring.
-
-    Args:
-      step: number of the step.
-      numbers: by the name of an array, the fingerprint of each copy that this host has.
+    `numbers` has, by the name of an array, the fingerprint of each copy on this host.
     """
     if _watch is not None:
         _watch.tell({"compared": step, "numbers": {name: list(held) for name, held in numbers.items()}})
@@ -147,14 +136,7 @@ class _Watch(threading.Thread):
             self._selector.register(link, selectors.EVENT_READ, host)
 
     def tell(self, message: dict[str, Any], *, own_code: int | None = None) -> threading.Event:
-        """Makes the thread send `message`; returns an event that is set when it has.
-
-        Each message has its own event, because a shared one could be set by an earlier message.
-
-        Args:
-          message: the message.
-          own_code: exit code of this process, if it is the cause.
-        """
+        """Returns an event that is set when the thread has passed on `message`."""
         self._own_code = self._own_code if own_code is None else own_code
         passed_on = threading.Event()
         self._told.put((message, passed_on))
@@ -163,7 +145,7 @@ class _Watch(threading.Thread):
         return passed_on
 
     def run(self) -> None:
-        """Runs the monitoring; an error in it ends the process, because the others would not notice its absence."""
+        """An error ends the process, because the others would not notice that monitoring is gone."""
         try:
             self._watch_on()
         except Exception:
@@ -171,7 +153,6 @@ class _Watch(threading.Thread):
             os._exit(exit_codes.RAISED)
 
     def _watch_on(self) -> None:
-        """Sends, receives and decides, until this process leaves or must end."""
         beat_at = time.monotonic()
         while not self._may_go():
             self._listen(until=min(beat_at, time.monotonic() + _POLL_SECONDS))
@@ -191,10 +172,7 @@ class _Watch(threading.Thread):
             _hang_up(link)
 
     def _may_go(self) -> bool:
-        """Returns whether monitoring may end: after `stop`, or after this process has left with an error.
-
-        In the second case, host 0 also waits until the connections of all other hosts are closed.
-        """
+        """After an error of its own, host 0 waits until the other connections are closed."""
         own = self._seen[self._index]
         others = [seen for host, seen in self._seen.items() if host != self._index]
         for_a_reason = own.left is not None and own.left[0] != 0
@@ -248,7 +226,7 @@ class _Watch(threading.Thread):
             link.close()
 
     def _note(self, host: int, message: Mapping[str, Any]) -> None:
-        """Records a message of a host, or answers it; a verdict of host 0 ends this process."""
+        """A verdict of host 0 ends this process."""
         seen, now = self._seen[host], time.monotonic()
         match message:
             case {"at": [int(step), str(what), seconds, limit_seconds, str(part)]}:
@@ -267,7 +245,7 @@ class _Watch(threading.Thread):
                 self._end(Verdict(*verdict), shown)
 
     def _judged(self) -> Verdict | None:
-        """Returns host 0's verdict on all hosts; on the other hosts, the verdict on host 0. None: the run goes on."""
+        """Host 0 judges all hosts, and the others judge host 0; None: the run goes on."""
         now, before = time.monotonic(), self._judged_at
         self._judged_at = now
         if now - before > self._limits.silent_seconds / 2:  # this process was suspended, not the others
@@ -281,10 +259,6 @@ class _Watch(threading.Thread):
         return failure_diagnosis.judge_host_zero(self._seen[0], own, limits=self._limits, now=now)
 
     def _report(self) -> None:
-        """Prints the hosts that exceed a limit, once while they stay the same, without ending the run.
-
-        Host 0 names any host. The others name host 0, in their own logs, if it is silent.
-        """
         if self._index == 0:
             overdue = failure_diagnosis.overdue(self._seen, limits=self._limits)
         else:
@@ -304,10 +278,6 @@ class _Watch(threading.Thread):
         return next(filter(None, verdicts), None)
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
-        """Collects the thread stacks of the blamed hosts in `_stacks` if the verdict needs them.
-
-        Returns the verdict unchanged.
-        """
         if not verdict.wants_stacks:
             return verdict
         if self._index in verdict.hosts:
@@ -321,10 +291,7 @@ class _Watch(threading.Thread):
         return verdict
 
     def _end(self, verdict: Verdict, shown: Sequence[tuple[Sequence[int], str]]) -> None:
-        """Prints the verdict and the stacks `shown`, and ends this process.
-
-        Host 0 first sends both to the others and waits for them to end.
-        """
+        """Host 0 sends the verdict to the others before it ends."""
         own = f"{self._names[self._index]} of {len(self._names)}"
         lines = [f"{own} ends: {verdict.says}. {_advice(verdict, self._index)}"]
         for hosts, text in shown:
@@ -348,7 +315,7 @@ class _Watch(threading.Thread):
 
 
 def stacks_of_all_threads() -> str:
-    """Returns the Python stack of every thread, innermost call first, including threads that run C++ code."""
+    """Returns the Python stacks of the threads, innermost call first."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -356,7 +323,7 @@ def stacks_of_all_threads() -> str:
 
 
 def grouped_by_text(of_hosts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Groups hosts by stack, ignoring memory addresses; returns the hosts and the text of each of the first groups."""
+    """Groups hosts by stack, ignoring memory addresses; returns (hosts, text) of the first groups."""
     hosts: dict[str, list[int]] = {}
     for host in sorted(of_hosts):
         hosts.setdefault(re.sub(r"0x[0-9a-f]+", "", of_hosts[host]), []).append(host)
@@ -364,7 +331,7 @@ def grouped_by_text(of_hosts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def _hang_up(link: socket.socket) -> None:
-    """Closes a connection after reading the rest: closing with unread data would discard what was sent last."""
+    """Reads the rest first: closing with unread data would discard what was sent last."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_WR)
         link.settimeout(_SEND_SECONDS)
@@ -380,7 +347,7 @@ def _advice(verdict: Verdict, index: int) -> str:
 
 
 def _print(text: str) -> None:
-    """Prints to stderr without Python's buffers, whose locks the main thread may hold."""
+    """Avoids Python's buffer of stderr, whose lock the main thread may hold."""
     flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
     flushing.start()
     flushing.join(_SEND_SECONDS / 2)

@@ -1,9 +1,6 @@
 """Messages between the hosts of a start: JSON objects over TCP, each with an authentication code.
 
-    b"renga" | length of the JSON, 4 bytes | HMAC-SHA-256 of the JSON, 32 bytes | JSON
-
-All hosts of a start share the key of the code. Nothing of a message is parsed before its code is known to be right, so
-bytes of other programs, of another start or of another revision are recognized and ignored.
+b"renga" | length of the JSON, 4 bytes | HMAC-SHA-256 of the JSON, 32 bytes | JSON
 """
 
 import contextlib
@@ -36,7 +33,7 @@ class Inbox:
         self._pending = bytearray()
 
     def add(self, piece: bytes) -> list[dict[str, Any]]:
-        """Returns the messages that this part completes. Raises Stranger for bytes that are not of this start."""
+        """Returns the messages that this part completes; raises Stranger for bytes of another origin."""
         self._pending += piece
         messages = []
         while (message := self._next()) is not None:
@@ -44,7 +41,7 @@ class Inbox:
         return messages
 
     def missing_bytes(self) -> int:
-        """Returns how many bytes the current message still needs at least. Raises Stranger if it is too long."""
+        """Returns the least number of bytes that the current message still needs."""
         if len(self._pending) < _HEAD.size:
             return _HEAD.size - len(self._pending)
         return _HEAD.size + self._length() - len(self._pending)
@@ -86,15 +83,12 @@ def _code(body: bytes, key: bytes) -> bytes:
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], key: bytes, *, seconds: float) -> bool:
-    """Sends a message; returns False if the connection is closed, or blocked for `seconds`.
+    """Sends a message; returns False after an error, or if the other side blocks for `seconds`.
 
     The connection is then shut down, because part of the message may have been sent.
 
     Args:
-      connection: a connected socket.
-      message: what to send.
-      key: the secret with which it is authenticated.
-      seconds: how long the other side may block.
+      key: authenticates the message.
     """
     packed = pack(message, key)
     try:
@@ -108,10 +102,9 @@ def send(connection: socket.socket, message: Mapping[str, Any], key: bytes, *, s
 
 
 def receive(connection: socket.socket, key: bytes, *, seconds: float) -> dict[str, Any] | None:
-    """Receives the next message, reading no bytes beyond it; None without one in `seconds` or if the connection closes.
+    """Receives the next message, and no bytes beyond it; None if none comes in `seconds`.
 
-    Raises:
-      Stranger: the other side is not of this start.
+    Raises Stranger for bytes of another origin.
     """
     inbox, deadline = Inbox(key), time.monotonic() + seconds
     with contextlib.suppress(OSError):

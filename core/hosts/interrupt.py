@@ -1,8 +1,7 @@
 """Ctrl-C in a process that trains: the first one saves a checkpoint and ends the run, the second ends it at once.
 
-Python runs a signal handler only between two instructions of the main thread, so not while XLA compiles. Here the
-operating system's handler writes the number of the signal to a socket (`signal.set_wakeup_fd`), and a thread that reads
-it answers at once:
+Python does not run a signal handler while XLA compiles in the main thread. Here a thread reads the signal from a socket
+(`signal.set_wakeup_fd`):
 
     first Ctrl-C, steps to save      asks the training loop to save and end
     first Ctrl-C, after the last     lets the run end by itself, which saves
@@ -31,7 +30,7 @@ _is_ending = False
 
 
 def trained(step: int) -> None:
-    """Notes that a step was dispatched, whose state is not yet in a checkpoint."""
+    """Notes that a step was dispatched."""
     global _trained, _saved, _is_ending
     _trained, _is_ending = step, False
     if _saved == step:  # trained again, after the run went back to an earlier step
@@ -45,7 +44,7 @@ def saved(step: int) -> None:
 
 
 def ending() -> None:
-    """Notes that the last step of the run is done: the run evaluates, saves and ends by itself."""
+    """Notes that the last step of the run is done."""
     global _is_ending
     _is_ending = True
 
@@ -55,7 +54,7 @@ def _has_unsaved_steps() -> bool:
 
 
 class Interrupts:
-    """Context in which Ctrl-C is answered as this module describes. Does nothing if the process ignores SIGINT."""
+    """Context in which Ctrl-C is answered as above; does nothing if the process ignores SIGINT."""
 
     def __init__(
         self, save: Callable[[], None] | None, *, end: Callable[[int, str], None], name: Callable[[], str] = lambda: ""
@@ -63,9 +62,9 @@ class Interrupts:
         """Takes the functions that the answers to Ctrl-C call.
 
         Args:
-          save: asks the training loop to save a checkpoint and end; None if nothing is to be saved.
-          end: ends the process at once, with an exit code and a reason for other hosts.
-          name: returns this host's name, such as `host 0 of 2`, for messages; empty if it is alone.
+          save: asks the training loop to save a checkpoint and end; None: nothing is to be saved.
+          end: ends the process at once, with an exit code and a reason.
+          name: returns this host's name for messages, or an empty text.
         """
         self._save, self._end, self._name = save, end, name
         self._raises = threading.Event()
@@ -119,7 +118,7 @@ class Interrupts:
             self._end(exit_codes.INTERRUPTED, "stopped by a second Ctrl-C")
 
     def _came(self, seconds: float | None) -> bool | None:
-        """Waits: returns True at SIGINT, False at the end of the context, None after `seconds` without either."""
+        """Returns True at SIGINT, False at the end of the context, None after `seconds` without either."""
         self._read.settimeout(seconds)
         while True:
             try:
@@ -132,7 +131,6 @@ class Interrupts:
                 return True
 
     def _say(self, text: str) -> None:
-        """Prints a line; on a terminal, below the line on which the terminal shows ^C."""
         name = self._name()
         with contextlib.suppress(OSError):  # the reader of the output has gone
             print("\n" * sys.stdout.isatty() + (f"{name}: " if name else "") + text, flush=True)

@@ -1,11 +1,4 @@
-"""Filters known harmless messages of libraries from the terminal; they stay in the log files.
-
-A line of C++ is recognized by its exact words, a log record by its logger and exact template, so that new or different
-messages are shown. No code decides by them. Uses the standard library only, because `launch.hosts.host_output` imports
-this.
-
-Importing this module has no effect; `while_saving` and `without_records` filter only while their context is open.
-"""
+"""Filters known harmless messages of libraries from the terminal; they stay in the log files."""
 
 import contextlib
 import logging
@@ -68,11 +61,7 @@ _ANY = re.compile(rb"(?:" + rb"|".join(line for line, _ in LINES) + rb")(?:\r?\n
 
 
 class Held:
-    """The output that `holding_stderr` captured.
-
-    Attributes:
-      content: the captured bytes; empty until the context ends.
-    """
+    """The output that `holding_stderr` captured; empty until the context ends."""
 
     content = b""
 
@@ -96,13 +85,13 @@ def holding_stderr() -> Iterator[Held]:
 
 
 def without(text: bytes) -> bytes:
-    """Removes known harmless lines from a text, even if they were printed in the middle of another line."""
+    """Removes known harmless lines from a text, even in the middle of another line."""
     return _ANY.sub(b"", text)
 
 
 @contextlib.contextmanager
 def without_records(*templates: str) -> Iterator[None]:
-    """Context in which records of absl's logger with one of these templates (`LogRecord.msg`) are hidden."""
+    """Context that hides records of absl's logger with one of these templates (`LogRecord.msg`)."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return record.msg not in templates
@@ -122,11 +111,7 @@ _open = 0
 
 @contextlib.contextmanager
 def while_saving() -> Iterator[None]:
-    """Context in which duplicate messages of libraries about a failed save are hidden; the caller raises the error.
-
-    Hidden are Orbax's log records of the error that it also raises, and asyncio's messages about TensorStore's writes
-    that end after the first one failed. The last context to close restores the previous state.
-    """
+    """Context that hides duplicate messages of libraries about a failed save; the caller raises the error."""
     global _open, _unraisable
     with _lock:
         _open += 1
@@ -146,12 +131,11 @@ def while_saving() -> Iterator[None]:
 
 
 def _is_other_record(record: logging.LogRecord) -> bool:
-    """Returns False for the log record with which Orbax reports a failed save."""
     return not (record.exc_info and record.levelno == logging.ERROR and record.msg == _FAILED_SAVE)
 
 
 class _Unraisable:
-    """A `sys.unraisablehook` that ignores TensorStore's calls into a closed event loop while a save is in progress."""
+    """A `sys.unraisablehook` that ignores TensorStore's calls into a closed event loop during a save."""
 
     def __init__(self, before: Callable[[Any], object]):
         self.before = before
@@ -165,7 +149,7 @@ _unraisable: _Unraisable | None = None
 
 
 def _is_late_write(unraisable: Any) -> bool:
-    """Returns True if C++ code called `call_soon_threadsafe` of a closed loop directly, without a Python caller."""
+    """Returns whether C++ code called `call_soon_threadsafe` of a closed event loop."""
     trace = unraisable.exc_traceback
     if not isinstance(unraisable.exc_value, RuntimeError) or trace is None or trace.tb_next is None:
         return False

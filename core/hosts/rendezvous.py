@@ -1,13 +1,8 @@
 """Rendezvous of all hosts over TCP, before JAX's distributed runtime starts.
 
-If a host is missing, JAX's own start-up ends the process from C++ without an exception, and it does not notice hosts
-with different configurations. Therefore the hosts first connect to host 0 on the coordinator's port. Each sends its
-index, the number of hosts that it expects and a description of its configuration. Host 0 waits for all of them,
-compares the descriptions, and tells every host that all are present, which are missing, or how they differ. Then it
-releases the port for JAX. The connections stay open for the heartbeat (`core.hosts.heartbeat`).
-
-Host 0 serves all connections at once. It ignores and counts those that do not share the secret of this start
-(`core.hosts.host_messages`): port scanners, hosts of another start, and hosts of another revision.
+If a host is missing, JAX's own start-up ends the process from C++, and it does not compare configurations. Therefore
+the hosts first connect to host 0 on the coordinator's port. Host 0 tells them that all are present, which are missing,
+or how their configurations differ, and releases the port for JAX.
 """
 
 import collections
@@ -38,8 +33,6 @@ class Roll(NamedTuple):
     """The hosts of a run and the connections to them.
 
     Attributes:
-      index: index of this host.
-      count: number of hosts.
       addresses: address of each host; "" if unknown.
       connections: on host 0, one to each other host, by index; on the others, `{0: the connection to host 0}`.
       key: authenticates the messages of this start.
@@ -58,13 +51,7 @@ class Roll(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The arguments of `answer`.
-
-    Attributes:
-      address, index, count, timeout_seconds, description, addresses: as in `answer`.
-      deadline: the end of the wait, on the clock of `time.monotonic`.
-      key: signs the messages; made from `secret`.
-    """
+    """The arguments of `answer`; `deadline` is on the clock of `time.monotonic`."""
 
     address: str
     index: int  # type: ignore[assignment]  # hides tuple.index
@@ -76,7 +63,6 @@ class _Call(NamedTuple):
     key: bytes
 
     def missing(self, hosts: Sequence[int], *, also: str = "") -> str:
-        """Returns the message that names the missing hosts; `also` is a sentence about what else was seen."""
         names = ", ".join(f"{i} ({a})" if (a := _known(self.addresses, i)) else f"{i}" for i in hosts)
         return (
             f"waited {self.timeout_seconds:g} s at {self.address} for {units.counted(self.count, 'host')}; "
@@ -95,25 +81,15 @@ def answer(
     addresses: Sequence[str] = (),
     secret: str = "",
 ) -> Roll:
-    """Waits until all hosts are connected. Every host calls it: host 0 listens, the others connect to it.
+    """Waits until all hosts are connected: host 0 listens, the others connect to it.
 
     Args:
       address: "HOST:PORT" of host 0, the same on every host.
-      index: index of this host, 0 to count - 1.
-      count: number of hosts of the run.
+      index, count: index of this host, from 0, and the number of hosts.
       timeout_seconds: how long to wait for all hosts.
-      description: configuration of this host, which must be equal on all of them.
-      addresses: addresses of all hosts by index, if known, to name a missing one.
-      secret: known to the hosts of this start alone, and equal on all of them.
-
-    Returns:
-      The hosts, and this host's connections to them.
-
-    Raises:
-      TimeoutError: some hosts are missing; names them, or host 0's address if host 0 is missing.
-      UserError: the address is malformed, host 0 cannot listen there (such as a port in use) or has no open files left,
-        another process has the same index, this host has another count, or the descriptions differ (raised on all
-        hosts, with the difference).
+      description: configuration of this host, which must be equal on all hosts.
+      addresses: addresses of all hosts by index, to name a missing one.
+      secret: known to the hosts of this start alone.
     """
     deadline = time.monotonic() + timeout_seconds
     key = hashlib.sha256(secret.encode()).digest()
@@ -122,7 +98,7 @@ def answer(
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits "HOST:PORT" into host and port; an IPv6 host is in brackets. Raises UserError if it is malformed."""
+    """Splits "HOST:PORT" into host and port; an IPv6 host is in brackets."""
     host, _, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     if is_bracketed:
@@ -136,13 +112,9 @@ def split(address: str) -> tuple[str, int]:
 
 
 def host_differences(texts: Sequence[str]) -> str:
-    """Returns one paragraph for each group of hosts whose text differs from the majority's; empty if all are equal.
+    """Returns a paragraph for each group of hosts whose text differs from the most frequent one.
 
-    The majority is taken as correct, so that a single host with another configuration is named even if it is host 0.
-    For example `host 2: -BATCH_SIZE = 16 +BATCH_SIZE = 32`: minus marks the others' line, plus that of host 2.
-
-    Args:
-      texts: one per host, in order.
+    For example `host 2: -BATCH_SIZE = 16 +BATCH_SIZE = 32`: minus marks the others' line.
     """
     counts = collections.Counter(texts)
     meant = max(texts, key=counts.__getitem__)  # the first of equally frequent ones: host 0's
@@ -154,7 +126,6 @@ def host_differences(texts: Sequence[str]) -> str:
 
 
 def _changes(meant: str, text: str) -> str:
-    """Formats a difference: `-a +b` on one line if one line changed, otherwise one line per change."""
     lines = [
         line
         for line in difflib.unified_diff(meant.splitlines(), text.splitlines(), lineterm="", n=0)
@@ -230,11 +201,7 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
 
 
 def bindable(host: str) -> str:
-    """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces, as behind NAT.
-
-    Raises:
-      UserError: the host's name cannot be looked up.
-    """
+    """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces."""
     with socket.socket(_family(host)) as probe:
         try:
             probe.bind((host, 0))
@@ -252,14 +219,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 class _Waiting(NamedTuple):
-    """A connection that has not said hello yet.
-
-    Attributes:
-      connection: the connection.
-      address: the address that it comes from.
-      inbox: decodes what it sends.
-      until: when it is turned away, on the clock of `time.monotonic`.
-    """
+    """A connection that has not said hello yet; `until` is on the clock of `time.monotonic`."""
 
     connection: socket.socket
     address: str
@@ -268,7 +228,7 @@ class _Waiting(NamedTuple):
 
 
 class _Door:
-    """Reads the first message of every connection, concurrently, and keeps the connections of the hosts."""
+    """Reads the first message of every connection, concurrently, and keeps those of the hosts."""
 
     def __init__(self, listener: socket.socket, call: _Call):
         self._listener, self._call = listener, call
@@ -287,7 +247,7 @@ class _Door:
         self._selector.close()
 
     def admit_all(self) -> dict[int, _Present]:
-        """Returns the other hosts by index: all of them, or those that are there at the deadline."""
+        """Returns the other hosts by index: all of them, or those there at the deadline."""
         while len(self._present) < self._call.count - 1 and (now := time.monotonic()) < self._call.deadline:
             for late in [each for each in self._waiting.values() if each.until <= now]:
                 self._turn_away(late.connection)
@@ -300,12 +260,10 @@ class _Door:
         return self._present
 
     def close_present(self) -> None:
-        """Closes the connections of the hosts."""
         for there in self._present.values():
             there.connection.close()
 
     def about_strangers(self) -> str:
-        """Returns a sentence about the connections that were ignored; empty if there were none."""
         if not self._strangers:
             return ""
         return (
@@ -389,12 +347,6 @@ _NO_ANSWER = "it does not answer as a host of this start"
 
 
 def _ask(call: _Call) -> Roll:
-    """Connects to host 0 and waits for its reply; retries until the deadline, even if its name is not found yet.
-
-    Raises:
-      UserError: as `_read_reply`.
-      TimeoutError: host 0 does not answer, or other hosts are missing.
-    """
     failure = _NO_ANSWER
     while time.monotonic() < call.deadline:
         answered = None
@@ -421,11 +373,7 @@ def _answered(connection: socket.socket, reply: Mapping[str, Any], call: _Call) 
 
 
 def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
-    """Makes one attempt; returns the connection and host 0's reply, or None without a reply.
-
-    Raises:
-      OSError: host 0 cannot be reached.
-    """
+    """Returns the connection and host 0's reply, or None without a reply."""
     left = max(call.deadline - time.monotonic(), _RETRY_SECONDS)
     with contextlib.ExitStack() as unless_all_is_well:
         connection = unless_all_is_well.enter_context(socket.create_connection(split(call.address), timeout=left))
@@ -441,12 +389,6 @@ def _hello(call: _Call) -> tuple[socket.socket, dict[str, Any]] | None:
 
 
 def _read_reply(reply: Mapping[str, Any], call: _Call) -> tuple[str, ...]:
-    """Returns the addresses of all hosts from host 0's reply.
-
-    Raises:
-      UserError: host 0 expects other hosts or has found different configurations, or the reply is unknown.
-      TimeoutError: host 0 reports that hosts are missing.
-    """
     this = f"host {call.index} of {call.count}"
     match reply:
         case {"all here": [*addresses]}:

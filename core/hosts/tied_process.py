@@ -1,7 +1,6 @@
-"""Ties a child process to this one: the kernel ends the child when this process ends, however it ends.
+"""Ties a child process to this one: the kernel ends the child when this process ends.
 
-The child ties itself: this file runs as a program and becomes the command. A function for the child between `fork` and
-`exec` (`preexec_fn`) can deadlock in a process with threads, of which JAX has many.
+This file runs as a program in the child, because a `preexec_fn` can deadlock in a process with threads.
 """
 
 import ctypes
@@ -19,11 +18,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def tied(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> list[str]:
     """Returns a command that becomes `command`, and gets the signal `number` when this process has ended.
 
-    The signal is sent when the thread that starts the child ends, so that thread must outlive the child. Where the
-    kernel has no such call, the command is returned as it is.
-
-    Raises:
-      FileNotFoundError: there is no such program.
+    The signal is sent when the thread that starts the child ends, so that thread must outlive the child. Without
+    `prctl`, the command is returned as it is.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
