@@ -1,1 +1,1 @@
-"""Commands, hosts and gin configuration: what combines models, tasks, layouts and the training loop into runs."""
+"""Commands, hosts and gin configuration."""

@@ -1,10 +1,7 @@
 """`python -m launch COMMAND …`: imports the module of one command and runs it.
 
 A command's module has `COMMAND` (its family and name) and `HELP`, each on one line, `EXAMPLE`, `add_arguments(parser)`
-and `run(args) -> int`. A `core.errors.UserError` is printed as its message alone, and the exit code is 2, or 19 if a
-service that the command needs, such as storage, cannot be reached. After an unexpected exception, including a plain
-ValueError, the traceback is printed, and the exit code is 13. 1 is a regular result of some commands, such as "these
-checkpoints differ". docs/reference/exit-codes.md has all exit codes.
+and `run(args) -> int`. docs/reference/exit-codes.md lists the exit codes.
 """
 
 import argparse
@@ -28,16 +25,14 @@ FAMILIES = {
 
 
 def commands() -> dict[str, str]:
-    """Returns the module of each command, by the command's name."""
+    """Returns the modules of the commands, by command name."""
     return dict(sorted((name, module) for module, (_, name) in environment.declared("COMMAND").items()))
 
 
 def main(argv: Sequence[str], *, command: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Runs one command line with `command`, by default as launch/run does, and returns the exit code.
+    """Runs one command line and returns the exit code.
 
-    If `command` raises an exception, the traceback is printed and the code is 13; if the reader of the output has
-    closed the pipe, nothing is printed and the code is 141 (128 + SIGPIPE). In a process that has joined a run, any
-    exception but that of a closed pipe ends the process.
+    `command`: what runs it; None: the command that `argv` names.
     """
     try:
         code = (command or _command)(argv)
@@ -72,10 +67,9 @@ def _command(argv: Sequence[str]) -> int:
 
 
 def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
-    """Parses `argv` for the command in a module with HELP, EXAMPLE, add_arguments and run, and runs it.
+    """Runs the command that a module defines, and returns its exit code.
 
-    Returns the command's exit code. After a UserError, it prints the message and returns 2, or 19 if a service could
-    not be reached; after Ctrl-C it returns 130. Other exceptions are left to the caller.
+    A UserError is printed, not raised.
     """
     try:
         command = importlib.import_module(module)
@@ -93,14 +87,12 @@ def run_command(module: str, argv: Sequence[str], *, program: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an invalid command line as a UserError, without printing the usage."""
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
 def parser(command: types.ModuleType, program: str) -> argparse.ArgumentParser:
-    """Returns the parser for a command's module; `program` is the command's name in usage and error messages."""
+    """Returns the parser of a command's module; `program` is its name in messages."""
     parser = _Parser(
         prog=program,
         description=command.HELP,
@@ -123,7 +115,7 @@ def _overview() -> str:
 
 
 def end_process(code: int) -> None:
-    """Ends this process with a nonzero exit code at once; returns for 0, so that the interpreter exits normally."""
+    """Ends this process at once with a nonzero exit code; returns if it is 0."""
     sys.stderr.flush()
     if code:  # at once: on several hosts, a normal exit would wait for the others at JAX's exit barrier
         heartbeat.leave(code, exit_codes.ending(code).meaning)

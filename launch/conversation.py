@@ -1,7 +1,7 @@
-"""Holds a conversation with a model at the terminal, or with one message per line of standard input.
+"""A conversation with a model at the terminal, or over standard input.
 
-For each answer, the whole history is formatted by the chat template of the model's folder and prefilled again. The
-number of slots of the KV cache is a power of two, so that a growing history compiles few programs.
+For each answer, the whole history is formatted and prefilled again. The number of slots of the KV cache is a power of
+two, to compile few programs.
 """
 
 import contextlib
@@ -28,18 +28,17 @@ class Conversation:
 
         Args:
           model: a model with a chat template.
-          max_tokens: largest number of tokens of an answer.
+          max_tokens: most tokens of an answer.
           **options: `sampling` and `seed` of `LoadedModel.batches`.
         """
         self._model, self._max_tokens, self._options = model, max_tokens, options
         self._messages: list[Mapping[str, str]] = []
 
     def answer(self, message: str) -> None:
-        """Prints the answer to a message of the user while it is generated; the first Ctrl-C ends the answer early.
+        """Prints the answer to a message while it is generated; Ctrl-C ends it early.
 
         Raises:
-          UserError: there is no chat template, it does not accept the message, or no position is left; the history is
-            then unchanged.
+          UserError: the message cannot be answered; the history is then unchanged.
         """
         messages = [*self._messages, {"role": "user", "content": message}]
         ids = self._model.chat_ids(messages)
@@ -77,10 +76,7 @@ class Conversation:
 
 
 def run(conversation: Conversation) -> None:
-    """Answers messages until `/exit` or the end of standard input; `/new` clears the history.
-
-    A message that cannot be answered is reported and left out of the history.
-    """
+    """Answers messages until `/exit` or the end of standard input; `/new` clears the history."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"Ctrl-C stops an answer; {_NEW} begins a new conversation; {_EXIT} ends.", file=sys.stderr)
@@ -97,7 +93,6 @@ def run(conversation: Conversation) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Yields the lines that are typed, until the end of input; Ctrl-C discards the line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives `input` editing and a history)
     while True:
@@ -112,10 +107,7 @@ def _typed() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Any]:
-    """Context in which the first Ctrl-C is only noted, and the second ends the command.
-
-    Yields a function that returns whether one was noted.
-    """
+    """Yields a function that says whether Ctrl-C was pressed; a second Ctrl-C has its former effect."""
     noted = []
     before = signal.getsignal(signal.SIGINT)
 

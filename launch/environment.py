@@ -1,4 +1,4 @@
-"""Reads environment variables, and finds modules of launch/ by constants that they assign.
+"""Environment variables, and constants that modules of launch/ assign.
 
 An empty value counts as unset. docs/reference/environment.md lists the variables.
 """
@@ -49,9 +49,9 @@ MESH_AXES = ("data", "fsdp", "tensor")  # mesh axes of strategies.mesh3d
 
 @functools.cache
 def declared(constant: str) -> Mapping[str, Any]:
-    """Returns the literals that modules in folders of launch/ assign to a constant on one line, by full module name.
+    """Returns the values that modules in folders of launch/ assign to a constant, by full module name.
 
-    It reads files and imports no module, so a command exists as long as the file of its module does.
+    The assignment is a literal on one line. No module is imported.
     """
     line, found = re.compile(rf"(?m)^{constant} = (.+)$"), {}
     for file in sorted(Path(__file__).parent.glob("*/*.py")):
@@ -70,19 +70,19 @@ class ProcessLayout:
 
 
 def read(name: str, *, environ: Mapping[str, str] | None = None) -> str | None:
-    """Returns the value of a variable in NAMES, or None if it is unset or empty.
+    """Returns the value of a variable in NAMES; None if it is unset or empty.
 
-    `environ` has the environment variables; None: those of this process.
+    If `environ` is None, it reads the variables of this process.
     """
     assert name in NAMES, f"{name} is not in launch/environment.py"
     return (os.environ if environ is None else environ).get(name) or None
 
 
 def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout:
-    """Reads JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT; all are None if none of the three is set.
+    """Reads the variables of `ProcessLayout`.
 
     Raises:
-      UserError: a value is malformed or out of range, or only some of the three are set.
+      UserError: a value is wrong, or only some of them are set.
     """
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT")
     if not _are_set(names, "all three, or none (on a TPU, JAX finds the hosts)", environ):
@@ -103,7 +103,7 @@ def process_layout(*, environ: Mapping[str, str] | None = None) -> ProcessLayout
 
 
 def worker_addresses() -> tuple[str, ...]:
-    """Returns the addresses of all hosts in order (TPU_WORKER_HOSTNAMES); () if unset or with several slices."""
+    """Returns the hosts' addresses (TPU_WORKER_HOSTNAMES); () if unset or with several slices."""
     names = (read("TPU_WORKER_HOSTNAMES") or "").split(",")
     slices_ = read("MEGASCALE_NUM_SLICES") or "1"
     return tuple(name.strip() for name in names if name.strip()) if slices_ == "1" else ()
@@ -112,19 +112,18 @@ def worker_addresses() -> tuple[str, ...]:
 def join_secret() -> str:
     """Returns the text by which the hosts of one start recognize one another.
 
-    It is RENGA_JOIN_SECRET or, if that is unset, the addresses from `worker_addresses`, joined by commas; "" without
-    either.
+    It is RENGA_JOIN_SECRET or, if that is unset, the joined `worker_addresses`.
     """
     return read("RENGA_JOIN_SECRET") or ",".join(worker_addresses())
 
 
 def mesh_bindings(*, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Returns gin bindings for the mesh of TPU_MESH_CONFIG and TPU_AXIS_NAMES; () if they are unset.
+    """Returns gin bindings for the mesh of TPU_MESH_CONFIG and TPU_AXIS_NAMES; () if unset.
 
     Axes of MESH_AXES that are not named get degree 1.
 
     Raises:
-      UserError: one is set without the other, or their values are wrong; lists all problems.
+      UserError: one is set without the other, or a value is wrong.
     """
     example = "TPU_MESH_CONFIG=4,2,2 TPU_AXIS_NAMES=data,fsdp,tensor"
     if not _are_set(("TPU_MESH_CONFIG", "TPU_AXIS_NAMES"), f"both, such as {example}, or neither", environ):
@@ -158,7 +157,7 @@ def _mesh_problems(degrees: list[str], names: list[str]) -> list[str]:
 
 
 def import_root() -> Path:
-    """Returns the folder from which our modules are imported: the workspace, or the parent of the wheel's."""
+    """Returns the folder from which our modules are imported."""
     return WORKSPACE.parent if PACKAGE else WORKSPACE
 
 
@@ -170,16 +169,15 @@ def run_root(*, environ: Mapping[str, str] | None = None) -> str:
 def run_directory(
     experiment: str | Path, slice_name: str, *, level: str | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
-    """Returns the default run directory of an experiment on a slice, such as `runs/quickstart-v4-16`, in `run_root`.
+    """Returns the default run directory of an experiment, such as `runs/quickstart-v4-16`.
 
     If the experiment file is not directly in the workspace's `gin/`, the name of its folder comes first:
-    `runs/trm/sudoku4-v4-8`. The file is looked for in the working directory, then in the workspace.
+    `runs/trm/sudoku4-v4-8`.
 
     Args:
       experiment: the experiment file.
       slice_name: the slice.
-      level: the level of a check; "smoke" and "slice" add a suffix, so that these checks have directories of their own.
-        None: a normal run.
+      level: the level of a check, which may add a suffix; None: a normal run.
       environ: environment variables; None: those of this process.
     """
     file = _found(experiment)
@@ -189,11 +187,7 @@ def run_directory(
 
 
 def former_run_directory(experiment: str | Path, *, environ: Mapping[str, str] | None = None) -> str:
-    """Returns the default run directory of earlier versions, whose name had no slice, such as `runs/gin/quickstart`.
-
-    Without RENGA_RUN_ROOT it was in the workspace (in the working directory, if Renga is installed as a package) or,
-    for an experiment file elsewhere on this machine, beside that file.
-    """
+    """Returns the default run directory of earlier versions, such as `runs/gin/quickstart`."""
     file = _found(experiment)
     is_ours = "://" in str(experiment) or file.is_relative_to(WORKSPACE)
     folder = (Path.cwd() if PACKAGE else WORKSPACE) if is_ours else file.parent
@@ -202,7 +196,6 @@ def former_run_directory(experiment: str | Path, *, environ: Mapping[str, str] |
 
 
 def _found(experiment: str | Path) -> Path:
-    """Returns the path of an experiment file, looked for in the working directory, then in the workspace."""
     if "://" in str(experiment):
         return Path(experiment)
     places = (folder / experiment for folder in (Path.cwd(), WORKSPACE))
@@ -210,11 +203,7 @@ def _found(experiment: str | Path) -> Path:
 
 
 def require_named(run_dir: str | None, slice_: "Slice") -> None:
-    """Checks that a run on several hosts has a shared run directory; simulated slices are exempt.
-
-    Raises:
-      UserError: there is neither --run-dir nor RENGA_RUN_ROOT, so each host would write to its own disk.
-    """
+    """Requires a run directory for several hosts; simulated slices are exempt."""
     if slice_.hosts > 1 and not (run_dir or read("RENGA_RUN_ROOT") or read("RENGA_SIMULATE")):
         raise UserError(
             f"{slice_.name} has {slice_.hosts} hosts, and no place for the run was named. Set RENGA_RUN_ROOT to "
@@ -223,15 +212,11 @@ def require_named(run_dir: str | None, slice_: "Slice") -> None:
 
 
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
-    """Returns how many seconds hosts wait for one another at the start: RENGA_JOIN_SECONDS, or JOIN_SECONDS if unset.
-
-    Raises UserError if the variable is malformed.
-    """
+    """Returns how many seconds hosts wait for one another at the start."""
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
 
 
 def _are_set(names: Sequence[str], which: str, environ: Mapping[str, str] | None) -> bool:
-    """Returns whether all of the variables are set. Raises UserError if only some are; `which` says what to set."""
     present = [name for name in names if read(name, environ=environ) is not None]
     missing = [name for name in names if name not in present]
     if present and missing:

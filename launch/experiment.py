@@ -1,7 +1,6 @@
-"""The root of a configuration: `Experiment`, whose fields define a run completely.
+"""The root of a configuration: `Experiment`, whose fields define a run.
 
-gin files bind its fields, and every command (train, check, report, …) reads the same value. Constructing it uses no
-device and opens no data; `bind` binds it to devices.
+`Experiment.bind` lays it out on devices.
 """
 
 from __future__ import annotations
@@ -66,29 +65,26 @@ class Experiment:
       strategy: how arrays are sharded over the chips.
       model: a `core.types.Model`.
       task: the data, from `tasks`.
-      optimizer: an optimizer of `core.optimizers`, or a transformation of optax, which becomes one.
+      optimizer: an optimizer of `core.optimizers`, or a transformation of optax.
       batch_size: rows of a global batch; a multiple of `task.num_streams`.
-      total_steps: the number of steps of the run.
-      phases: changes of data, row length, batch size or strategy during the run; see `launch.phases`.
-      phase: 0 for all phases; otherwise the number (from 1) of the one phase to which the experiment is reduced, to
-        report or plan it.
+      total_steps: number of steps of the run.
+      phases: changes of data, batch size or strategy during the run (`launch.phases`).
+      phase: number (from 1) of the one phase to report or plan; 0: all phases.
       accum_steps: microbatches per step.
-      gather_once: gather sharded parameters once per step instead of once per microbatch (`parallel.accumulation`).
-      compiler_options: options of the TPU compiler to add or replace, by name; None removes one
-        (`parallel.compiled.compiler_options`).
-      simulation_xla_flags: XLA_FLAGS of simulated hosts, unless the environment sets them. Flags that make compilation
-        fast may change the last bits of a simulated run.
-      frozen: shell wildcards over the paths of parameters that are not trained, besides those that the model freezes.
-      frozen_dtype: storage dtype of frozen parameters: `bfloat16`, or `float32` like trained parameters.
-      max_epochs: the most times that a phase may read its training data, if their size is known; None: no limit.
+      gather_once: gather sharded parameters once per step instead of once per microbatch.
+      compiler_options: options of the TPU compiler to add or replace, by name; None removes one.
+      simulation_xla_flags: XLA_FLAGS of simulated hosts, unless the environment sets them. They may change the last
+        bits of a simulated run.
+      frozen: shell wildcards over paths of parameters not to train, besides those that the model freezes.
+      frozen_dtype: storage dtype of frozen parameters: `bfloat16` or `float32`.
+      max_epochs: most times that a phase may read its training data, if their size is known; None: no limit.
       seed: seed of parameters, data order and random bits.
       non_finite: reaction to a loss or gradient that is NaN or infinite: `stop` the run, `skip` the update, or
         `roll_back` to the newest checkpoint and skip the data read since.
       initialization, logging, evaluation, checkpointing, health: further settings, in groups (`launch.settings`).
 
     Raises:
-      UserError: the slice is unknown, a setting has the wrong type or is out of range, or settings contradict one
-        another.
+      UserError: a setting has the wrong type or value, or settings contradict one another.
     """
 
     _chosen: ClassVar[tuple[int, int, int, int] | None] = None  # of `phase`: number, count, first and last step
@@ -136,7 +132,6 @@ class Experiment:
         return self._chosen is not None
 
     def _wrong_parts(self) -> Iterator[str]:
-        """Yields a problem for each part of the wrong type, and those of `_lost_states`."""
         groups = {name: [kind] for name, kind in settings.GROUPS.items()}
         for name, kinds in {"strategy": [Strategy], "optimizer": [Optimizer, Transformation], **groups}.items():
             if not isinstance(part := getattr(self, name), tuple(kinds)):
@@ -152,7 +147,6 @@ class Experiment:
         yield from self._lost_states()
 
     def _lost_states(self) -> Iterator[str]:
-        """Yields a problem if the model keeps states between chunks but the task has no chunks, or the reverse."""
         owner, is_split = wrappers.field_owner(self.model, "keeps_states"), can(self.task, SplitsRows)
         if owner is not None and owner.keeps_states and not is_split:
             yield (
@@ -168,7 +162,6 @@ class Experiment:
                 )
 
     def _out_of_range(self) -> Iterator[str]:
-        """Yields what is wrong with settings of the right types."""
         for problem in compiler_options.problems(self.compiler_options):
             yield f"compiler_options: {problem}"
         saves, evaluates = self.checkpointing, self.evaluation
@@ -183,11 +176,7 @@ class Experiment:
             yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the phases in order, or only the chosen one; an experiment without phases is one span.
-
-        Raises:
-          UserError: a phase has settings that an experiment cannot have.
-        """
+        """Returns the phases in order, or only the chosen one; without phases, one span."""
         if self._chosen:
             return (Span(*self._chosen, self),)
         ends = [phase.after for phase in self.phases]
@@ -203,10 +192,10 @@ class Experiment:
         return tuple(found)
 
     def require_trainable(self) -> None:
-        """Checks that a run can train this experiment with all its phases.
+        """Checks that a run can train this experiment with its phases.
 
         Raises:
-          UserError: `phase` has chosen one phase, or the model carries state whose shapes differ between phases.
+          UserError: one phase is chosen, or the shapes of the model's carry differ between phases.
         """
         if self.is_one_phase:
             raise UserError("PHASE names the phase to report or plan; a run trains all of them: leave it out")
@@ -222,22 +211,19 @@ class Experiment:
 
     @property
     def row_length(self) -> int:
-        """Tokens per row: the size of the axis `length` in the task's spec; 1 for data without that axis."""
+        """Tokens per row: the largest axis `length` in the task's spec; 1 without one."""
         return row_length(self.task.spec(self.task.num_streams))
 
     @property
     def unit(self) -> str:
-        """The unit of losses and throughput: `token`, or `row` for data without token ids of shape [rows, length].
-
-        It is also `row` for a model whose loss couples rows (`core.types.CouplesRows`).
-        """
+        """The unit of losses and throughput: `token` or `row`."""
         if can(self.model, CouplesRows) and self.model.couples_rows:
             return "row"
         return "token" if has_ids(self.task.spec(self.task.num_streams)) else "row"
 
     @property
     def items_per_step(self) -> int:
-        """Number of tokens or rows, whichever is `unit`, per global batch."""
+        """Number of tokens or rows (`unit`) per global batch."""
         return self.tokens_per_step if self.unit == "token" else self.batch_size
 
     @property
@@ -247,16 +233,15 @@ class Experiment:
 
     @functools.cached_property
     def flops_per_step(self) -> float | None:
-        """FLOPs of a training step, without recomputation; None for a model without `flops_per_token`."""
+        """FLOPs of a training step, without recomputation; None if not known."""
         batch = batch_shapes(self.task.spec(self.task.num_streams))
         per_token = flops.per_token(self.model, batch, length=self.row_length, frozen=self.frozen)
         return None if per_token is None else per_token * self.tokens_per_step
 
     def data_problems(self, *, prepared: bool) -> list[str]:
-        """Returns the task's problems or, if it has none, mismatches between task, model and settings of evaluations.
+        """Returns what is wrong with the data, or does not fit the model.
 
-        Args:
-          prepared: whether `task.prepare` has run; a vocabulary that the run itself trains can only be checked then.
+        `prepared`: whether `task.prepare` has run.
         """
         problems = list(self.task.problems())
         if problems:
@@ -289,7 +274,6 @@ class Experiment:
         return problems
 
     def _require_metrics(self) -> None:
-        """Raises UserError if the task has no metrics of its own or the model generates no text."""
         most = self.evaluation.metric_examples
         if not (can(self.model, Generates) and can(self.task, DefinesMetrics) and self.task.own_metrics(most)):
             raise UserError(
@@ -298,11 +282,10 @@ class Experiment:
             )
 
     def bind(self, devices: Sequence[jax.Device]) -> Program:
-        """Binds the experiment to devices; returns its training and evaluation steps.
+        """Lays the experiment out on devices.
 
         Raises:
-          UserError: model, batch, strategy and slice do not fit. Streams, batch and state, and activations are checked
-            in this order; the message lists all mismatches of the first of these that has any.
+          UserError: model, batch, strategy and slice do not fit.
         """
         partitioner = Partitioner(self.strategy, slice=slices.get(self.slice), devices=devices)
         partitioner.check_streams(self.batch_size, num_streams=self.task.num_streams, accum_steps=self.accum_steps)
@@ -326,7 +309,7 @@ class Span(NamedTuple):
     Attributes:
       number: number of the phase, from 1.
       count: number of phases.
-      first_step, last_step: how many steps the run has done when the phase begins and when it ends.
+      first_step, last_step: steps that the run has done when the phase begins and ends.
       experiment: the experiment of this phase alone, with the `total_steps` of the whole run.
     """
 
@@ -338,24 +321,30 @@ class Span(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """The seed of the order of the phase's data; in the first phase it is the experiment's seed."""
+        """Seed of the data order; in the first phase, the experiment's seed."""
         seed = self.experiment.seed
         return seed if self.number == 1 else int(np.random.SeedSequence((seed, self.number)).generate_state(1)[0])
 
     @property
     def epochs(self) -> float | None:
-        """How often the phase reads its training data, counting padding as tokens; None if their size is not known."""
+        """How often the phase reads its training data; None if their size is not known.
+
+        Padding counts as tokens.
+        """
         task = self.experiment.task
         tokens = task.train_tokens() if can(task, CountsTokens) else None
         return (self.last_step - self.first_step) * self.experiment.tokens_per_step / tokens if tokens else None
 
     def step_of_epoch(self, epochs: float) -> int:
-        """Returns the step after which the training data have been read `epochs` times; `self.epochs` must be known."""
+        """Returns the step up to which the data are read at most `epochs` times.
+
+        `self.epochs` must be known.
+        """
         assert self.epochs
         return self.first_step + int((self.last_step - self.first_step) * epochs / self.epochs)
 
     def repeats(self) -> list[str]:
-        """Returns a problem if the phase reads its training data more often than `max_epochs`; otherwise []."""
+        """Returns a problem if the phase reads its data more often than `max_epochs`; otherwise []."""
         most = self.experiment.max_epochs
         if most is None or not self.epochs or self.epochs <= most:
             return []
@@ -369,7 +358,7 @@ class Span(NamedTuple):
 
 
 def padding(program: Program) -> str:
-    """Returns `; vocabulary 50,257 stored as 50,304` if the model rounds its vocabulary up, otherwise ''."""
+    """Returns `; vocabulary 50,257 stored as 50,304` if the vocabulary is padded, otherwise ''."""
     if not can(program.model, HasVocabulary):
         return ""
     params, specs = map(jax.tree.leaves, (program.abstract_state.params, program.param_specs))

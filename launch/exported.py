@@ -1,7 +1,4 @@
-"""Describes an exported model, of which `launch/run export` writes the files.
-
-`launch.cli.export` makes the description for decoders; modules that set EXPORTS make it for other models.
-"""
+"""What `launch/run export` writes for a model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -19,14 +16,13 @@ class Exported(NamedTuple):
 
     Attributes:
       kind: the `model_type` of the exported model.
-      file: the name of the JSON file that contains `config`.
-      config: the configuration of the exported model.
-      sources: by path of a parameter, the tensors that are written for it; parameters without an entry are not written.
-      reads: given the function that reads parameters of the run, returns the function that reads those to write.
-      others: given the dtype of the export, yields name and values of further tensors; this is the dtype of those with
-        floating-point numbers.
-      files: the text of further files, by name.
-      note: a line about what is not written; "" if there is none.
+      file: name of the JSON file that contains `config`.
+      config: configuration of the exported model.
+      sources: the tensors to write, by parameter path; other parameters are not written.
+      reads: given the function that reads the run's parameters, returns the one that reads those to write.
+      others: given the dtype of floating-point values, yields name and values of further tensors.
+      files: text of further files, by name.
+      note: a line about what is not written; "": nothing to say.
     """
 
     kind: str

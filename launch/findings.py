@@ -1,4 +1,4 @@
-"""The findings of a run's checks: one for each check, merged over hosts and printed as one table."""
+"""Results of a run's checks, merged over hosts and printed as a table."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ class Finding(NamedTuple):
 
     Attributes:
       name: name of the check.
-      ok: whether the check passed; a run cannot start if one failed.
-      detail: the result of the check, as text or as a `Problem`.
+      ok: whether it passed.
+      detail: the result, as text or as a `Problem`.
       is_note: whether it is only information, or could not be checked.
     """
 
@@ -27,18 +27,18 @@ class Finding(NamedTuple):
 
     @classmethod
     def failed(cls, name: str, error: Exception) -> Self:
-        """Returns the finding of a check that raised an error, such as a UserError."""
+        """Returns the finding of a check that raised an error."""
         detail = error.args[0] if error.args and isinstance(error.args[0], Problem) else str(error)
         return cls(name, False, detail)
 
     @property
     def verdict(self) -> str:
-        """The verdict as text: `FAIL`, `note` or `ok`."""
+        """The verdict: `FAIL`, `note` or `ok`."""
         return "FAIL" if not self.ok else "note" if self.is_note else "ok"
 
 
 def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Merges the findings of all hosts, given in the order of the hosts; equal findings become one.
+    """Merges the findings of all hosts, given in their order; equal findings become one.
 
     If only some hosts have a finding, its detail begins with their numbers.
     """
@@ -68,7 +68,7 @@ def is_ready(findings: Iterable[Finding]) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Formats findings as a table; the last line says READY, or NOT READY and how many checks failed."""
+    """Formats findings as a table that ends with READY or NOT READY."""
     width = max((len(finding.name) for finding in findings), default=0)
     indent = "\n" + " " * (width + 8)
     lines = []
@@ -84,7 +84,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def to_json(findings: Iterable[Finding]) -> str:
-    """Returns the findings as JSON text, which `from_json` reads; the fields of a `Problem` are kept."""
+    """Returns the findings as JSON text, which `from_json` reads."""
     rows = [f._asdict() | ({"problem": vars(f.detail)} if isinstance(f.detail, Problem) else {}) for f in findings]
     return json.dumps(rows, indent=1)
 

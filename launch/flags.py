@@ -1,4 +1,4 @@
-"""Flags that several commands share, defined once; and old names of commands and flags, which are still accepted."""
+"""Flags that several commands share, and old names of commands and flags."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ LEVELS = ("config", "hosts", "smoke", "slice")  # of a check, as described in la
 
 
 def at_least(minimum: int) -> Any:
-    """Returns an argparse type: a whole number from `minimum` up; it raises ArgumentTypeError for other text."""
+    """Returns an argparse type: a whole number from `minimum` up."""
 
     def number(text: str) -> int:
         if not text.removeprefix("-").isdecimal() or int(text) < minimum:
@@ -28,7 +28,7 @@ def at_least(minimum: int) -> Any:
 
 
 def positive(text: str) -> float:
-    """An argparse type: a finite number above 0. Raises ArgumentTypeError for other text."""
+    """An argparse type: a finite number above 0."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -36,10 +36,7 @@ def positive(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a local file to write.
-
-    Raises ArgumentTypeError if it is a folder, or its own folder does not exist or cannot be written to.
-    """
+    """An argparse type: a local file to write, in a folder that exists."""
     path = Path(text)
     folder = path.absolute().parent
     if path.is_dir():
@@ -52,8 +49,6 @@ def output_file(text: str) -> Path:
 
 
 class _Output(argparse.Action):
-    """Stores the name of a file, and adds it to `outputs`, the files that the command writes."""
-
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
@@ -66,7 +61,7 @@ OUTPUT: dict[str, Any] = {"metavar": "FILE", "action": _Output, "type": output_f
 
 
 def require_free(args: argparse.Namespace) -> None:
-    """Raises UserError if a file that a flag of OUTPUT names exists, unless --overwrite is given."""
+    """Raises UserError if a file to write exists, unless --overwrite is given."""
     for flag, file in getattr(args, "outputs", ()):
         if not args.overwrite and _exists(file):
             raise UserError(f"{flag} {file}: the file exists; name another, or add --overwrite")
@@ -90,10 +85,6 @@ def _folder(text: str) -> str:
 
 
 def _slice(text: str) -> str:
-    """An argparse type: the name of a slice, which is not checked; `local` becomes the name of this machine's slice.
-
-    Raises ArgumentTypeError for `local` if the devices of this machine cannot be found or are not known.
-    """
     if text != LOCAL:
         return text
     from launch.hosts import machine  # asks JAX
@@ -144,7 +135,7 @@ _POSITIONAL = {"SLICE": "slice", "EXPERIMENT.gin": "experiment", "RUN": "run_dir
 
 
 def add(parser: Any, *names: str, **changes: Any) -> None:
-    """Adds shared flags to a parser or argument group; `changes` replace their options, such as `help`."""
+    """Adds shared flags to a parser or group; `changes` replace their options, such as `help`."""
     for name in names:
         options = {**_FLAGS[name], **changes}
         if name in _POSITIONAL:
@@ -154,7 +145,7 @@ def add(parser: Any, *names: str, **changes: Any) -> None:
 
 
 def passed_on(args: argparse.Namespace, *names: str) -> list[str]:
-    """Returns command-line arguments with which another process gets the values of these flags, without unset ones."""
+    """Returns arguments that give the values of these flags to another command."""
     words: list[str] = []
     for name in names:
         value = getattr(args, name.removeprefix("--").replace("-", "_"))
@@ -189,7 +180,7 @@ _VALIDATED = "gin/quickstart.gin"  # the default experiment of `validate`
 
 
 def current(argv: Sequence[str]) -> list[str]:
-    """Replaces old names in a command line, which begins with the command; prints notes about what it replaces."""
+    """Replaces old names in a command line, and prints notes about them."""
     command, *words = argv
     if command == "pod" and "validate" in words[1:]:  # SLICE validate [EXPERIMENT.gin] [--flags]
         at = words.index("validate", 1)

@@ -7,7 +7,7 @@ from launch.loaded_model import LoadedModel
 
 
 class LiveText:
-    """Prints the text of one row as it grows, with control characters escaped."""
+    """Prints the text of one row as it grows."""
 
     def __init__(self, model: LoadedModel, prompt: Sequence[int]):
         self._model, self._prompt = model, prompt
@@ -15,9 +15,9 @@ class LiveText:
         self._printed = ""
 
     def add(self, ids: list[int | None]) -> None:
-        """Prints the text that the first row's new id adds; an incomplete character waits for its other bytes.
+        """Prints what the first row's new id adds; an incomplete character waits.
 
-        `ids` has the new id of each row, None for a row that has ended.
+        `ids`: the new id of each row; None: the row has ended.
         """
         if ids[0] is None:
             return
@@ -29,6 +29,6 @@ class LiveText:
         self._printed = text
 
     def end(self, text: str) -> None:
-        """Prints the rest of the complete text; on a new line the whole text, if it begins unlike what was printed."""
+        """Prints the rest of `text`, or all of it if something else was printed before."""
         goes_on = text.startswith(self._printed)
         print(terminal.printable(text[len(self._printed) :] if goes_on else f"\n{text}"), flush=True)

@@ -4,8 +4,7 @@
     model = loaded_model.load("runs/quickstart-v4-16")        # or RUN@STEP, or the folder of a published model
     print(model.continued(["import "], max_tokens=50)[0].text)
 
-It runs in one process on this machine's devices; with `slice_name`, in the layout of that slice, whose chips may be
-simulated.
+It runs in one process, on this machine's devices.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ class Text(NamedTuple):
     Attributes:
       text: the continuation; without a vocabulary, its ids as decimal numbers.
       ids: its ids, without the one that ended it.
-      log_probabilities: log-probability of each id, by the model itself (at temperature 1, over all tokens).
+      log_probabilities: log-probability of each id, at temperature 1 and over all tokens.
       ended: whether a stop id ended it.
     """
 
@@ -65,31 +64,32 @@ Images = Sequence[str]  # image files of a prompt, in the order of its image tok
 
 
 class Sight(Protocol):
-    """Interface of what turns the images of prompts into vectors for a decoder; `launch.images` implements it."""
+    """Interface of what turns the images of prompts into vectors for a decoder."""
 
     @property
     def params(self) -> Any:
         """The parameters that turn images into vectors; None before they are read."""
 
     def expanded(self, text: str, images: Images) -> str:
-        """Returns a prompt in which each image token is repeated once for each vector of its image.
+        """Repeats each image token of a prompt once for each vector of its image.
 
-        Raises UserError if the numbers of image tokens and images differ, or an image cannot be read.
+        Raises:
+          UserError: image tokens and images differ in number, or an image cannot be read.
         """
 
     def check(self, ids: Sequence[int], images: Images) -> None:
         """Raises UserError unless the ids have one image token for each vector of the images."""
 
     def vectors(self, ids: Sequence[int], images: Images) -> Vectors | None:
-        """Returns the vectors of the images of a prompt; None without images.
-
-        Raises UserError if an image cannot be read.
-        """
+        """Returns the vectors of the images of a prompt; None without images."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model with its parameters. A model of images and text is split into its decoder and its `sight`."""
+    """A model with its parameters.
+
+    A model of images and text is split into its decoder and its `sight`.
+    """
 
     program: Program  # the model and its layout
     params: Any  # `Params`, laid out as `program.abstract_state.params`; None before they are read
@@ -109,19 +109,12 @@ class LoadedModel:
         return Generator(self.program, self.params)
 
     def encoded(self, text: str, *, is_chat: bool = False, images: Images = ()) -> list[int]:
-        """Converts a prompt to ids, with the begin-of-text id (once) if the model's texts begin with one.
-
-        An empty prompt becomes the begin-of-text id.
+        """Converts a prompt to ids.
 
         Args:
           text: the prompt.
-          is_chat: whether to format the prompt by the chat template, as a user's first message.
-          images: files of images: one for each image token of the prompt, in order; with `is_chat`, they come before
-            the text. A model of text ignores them.
-
-        Raises:
-          UserError: there is no vocabulary or chat template, the chat template does not accept the prompt, the numbers
-            of image tokens and images differ, or an image cannot be read.
+          is_chat: whether to format it by the chat template, as a user's message.
+          images: image files, in the order of the image tokens.
         """
         if is_chat:
             return self.chat_ids([{"role": "user", "content": text}], images=images)
@@ -133,15 +126,11 @@ class LoadedModel:
         return with_bos(ids, self.vocabulary) if self.begins_with_bos or not ids else ids
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]], *, images: Images = ()) -> list[int]:
-        """Formats a conversation by the chat template, up to the beginning of the answer, and converts it to ids.
+        """Formats a conversation by the chat template, and converts it to ids.
 
         Args:
-          messages: the conversation, at least one message with the keys `role` and `content`.
-          images: files of images, which come before the text of the first message. A model of text ignores them.
-
-        Raises:
-          UserError: there is no vocabulary or chat template, the template does not accept the conversation, the numbers
-            of image tokens and images differ, or an image cannot be read.
+          messages: at least one message, with the keys `role` and `content`.
+          images: image files, placed before the text of the first message.
         """
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
@@ -167,14 +156,10 @@ class LoadedModel:
         is_chat: bool,
         images: Sequence[Images] = (),
     ) -> list[list[int]]:
-        """Converts prompts, given as text or as ids, to ids, and checks them; needs no parameters.
+        """Converts prompts to ids and checks them; needs no parameters.
 
         Args:
           prompts, max_tokens, is_chat, images: see `batches`.
-
-        Raises:
-          UserError: the model cannot generate, cannot continue one of the prompts (`generating.check_prompts`), or is
-            given images that it does not read; or as `encoded`, for a prompt given as text.
         """
         if not can(self.model, Generates):
             lacks = ", ".join(missing(self.model, Generates))
@@ -205,7 +190,7 @@ class LoadedModel:
     def continued(self, prompts: Sequence[str | Sequence[int]], **options: Any) -> list[Text]:
         """Continues prompts, given as text or as ids, in one batch.
 
-        Options, except `rows`, and errors are those of `batches`.
+        `options`: those of `batches`, except `rows`.
         """
         return [one for batch in self.batches(prompts, rows=max(1, len(prompts)), **options) for one in batch]
 
@@ -223,23 +208,22 @@ class LoadedModel:
         images: Sequence[Images] = (),
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
     ) -> Iterator[list[Text]]:
-        """Continues prompts in batches, and yields the continuations of each batch.
+        """Continues prompts, and yields the continuations of each batch.
 
         Args:
-          prompts: text or ids; all are checked before the first is continued.
+          prompts: text or ids.
           rows: number of prompts per batch.
-          skip: the number of prompts to skip at the beginning.
-          is_chat: see `encoded`.
-          images: the image files of each prompt, in the order of its image tokens; empty: no prompt has images.
-          max_tokens: largest number of new ids per prompt.
+          skip: number of prompts to skip at the beginning.
+          max_tokens: most new ids per prompt.
           sampling: how ids are drawn; by default, the most likely one is taken.
           seed: seed of the draws.
-          slots: number of slots of the KV cache, if more than needed: calls of different lengths then share programs.
-          on_tokens: called for each position with the new id of every prompt of the batch, None for those that have
-            ended. If it returns True, the batch ends after the tokens that are already being generated.
+          is_chat: see `encoded`.
+          slots: least number of slots of the KV cache; None: as many as needed.
+          images: the image files of each prompt; empty: no prompt has images.
+          on_tokens: called with the new id of each prompt of the batch, None after its end; True ends the batch early.
 
         Raises:
-          UserError: as `checked`, before the first prompt is continued.
+          UserError: the model cannot continue a prompt.
         """
         ids = self.checked(prompts, max_tokens=max_tokens, is_chat=is_chat, images=images)
         generator, sight = self.generator, self.sight
@@ -262,14 +246,17 @@ class LoadedModel:
             yield [Text(self.decoded(one.ids, after=prompt), *one) for prompt, one in batch]
 
     def decoded(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
-        """Converts ids to text, as a continuation of the ids `after`; without a vocabulary, to decimal numbers."""
+        """Converts ids to text, as a continuation of the ids `after`.
+
+        Without a vocabulary, the text is their decimal numbers.
+        """
         if self.vocabulary is None:
             return " ".join(map(str, ids))
         return decode_continuation(self.vocabulary, after, ids)
 
 
 def image_content(file: str) -> bytes:
-    """Returns the content of an image file, local or in a bucket. Raises UserError if reading fails with an OSError."""
+    """Returns the content of an image file, local or in a bucket."""
     try:
         return paths.resolve(file).read_bytes()
     except OSError as error:
@@ -278,9 +265,6 @@ def image_content(file: str) -> bytes:
 
 def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
     """Selects JAX's platform. Must be called before the process uses a device.
-
-    It selects CPU devices in place of the chips if they are simulated, otherwise the platform of a slice of GPUs or
-    CPUs. If none of these is asked for, it selects the CPU on a machine without TPU chips, unless JAX_PLATFORMS is set.
 
     Args:
       slice_name: name of the slice; None: one chip.
@@ -305,22 +289,19 @@ def load(
     check: Callable[[], object] = lambda: None,
     check_model: Callable[[LoadedModel], object] = lambda model: None,
 ) -> LoadedModel:
-    """Loads the model of a run (RUN), of one of its steps (RUN@STEP), or of a published model's folder.
+    """Loads the model of a run, of a step, or of a published model's folder.
 
     Args:
-      text: the run, step or folder.
-      slice_name: the slice on which to lay out the model; this process must have its chips. None: one chip.
-      bindings: override the configuration of a run or, for a published model, that of gin/generation/folder.gin
-        (images.gin for a model of images and text).
-      dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16. Not used for a run.
-      strategy: overrides the strategy of the configuration and of `bindings`; None: theirs. Without `slice_name`, a run
-        then has all parameters on its one chip.
-      check: called after the configuration's modules are imported, before parameters are read.
-      check_model: called with the model before its parameters are read; raises UserError if the model is unsuitable.
+      text: RUN, RUN@STEP or the folder.
+      slice_name: the slice on which to lay out the model; None: one chip.
+      bindings: gin bindings that override the configuration of the run or of generation.
+      dtype: compute dtype of a published model; None: float32 on CPUs, otherwise bfloat16.
+      strategy: overrides the strategy of the configuration and of `bindings`.
+      check: called before parameters are read.
+      check_model: called with the model before its parameters are read.
 
     Raises:
-      UserError: there is no such run, step or folder; it is damaged or not supported; `bindings` have mistakes; or the
-        layout does not fit the slice or the devices of this process.
+      UserError: there is no such model, it is not supported, or it does not fit the devices.
     """
     published_files.use_copies(None)
     if published_files.is_published(text):
@@ -354,10 +335,6 @@ def load_step(
       experiment: the experiment of the run.
       folder: the checkpoint (`core.checkpoints.steps.find`).
       slice_name, strategy, check_model: as in `load`.
-
-    Raises:
-      UserError: the checkpoint does not fit the experiment or is damaged, or the layout does not fit the slice or the
-        devices of this process.
     """
     experiment, run_dir = experiment.spans()[-1].experiment, str(folder.parent.parent)
     vocabulary = experiment.task.vocabulary
@@ -393,7 +370,7 @@ def _seeing(model: LoadedModel, task: Any) -> LoadedModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A published model and its strategy, as gin/generation/folder.gin or images.gin and `--gin` configure them."""
+    """A published model and its strategy, as gin files and `--gin` configure them."""
 
     model: Any  # the model of the folder: a `Transformer` or a `VisionLanguageModel`
     strategy: Strategy  # the strategy that lays it out
@@ -422,7 +399,7 @@ def _published(
 
 
 def in_compute_dtype(program: Program) -> Any:
-    """Returns abstract parameters for generation, in which matrices and embeddings have the compute dtype."""
+    """Returns abstract parameters with matrices and embeddings in the compute dtype."""
     products, model = ("matrix", "embedding"), cast(Any, program.model)  # a model that generates has a dtype
     return jax.tree.map(
         lambda leaf, spec: leaf.update(dtype=model.dtype) if spec.kind in products else leaf,
@@ -437,9 +414,6 @@ def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, ch
     Args:
       gin: the gin file with the default settings.
       folder, bindings, dtype, check: as in `load`.
-
-    Raises:
-      UserError: `bindings` have mistakes, or the folder's model is not supported.
     """
     on_cpu = jax.devices()[0].platform == "cpu"
     given = f"FOLDER = {folder!r}\nCOMPUTE_DTYPE = {dtype or ('float32' if on_cpu else 'bfloat16')!r}\n"
@@ -450,10 +424,7 @@ def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, ch
 
 
 def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
-    """Returns the tokenizer of a published model's folder; None if it has none.
-
-    Raises UserError if the folder cannot be read, or the tokenizer has more ids than the model (`vocab_size`).
-    """
+    """Returns the tokenizer of a published model's folder; None if it has none."""
     if not (published_files.small_files(folder) / published_files.TOKENIZER).exists():
         return None
     vocabulary = vocabularies.tokenizer(folder)
@@ -468,14 +439,14 @@ def bound(
 
     Args:
       model: the model.
-      strategy: the strategy; None: every chip has all parameters.
+      strategy: how to shard it; None: every chip has all parameters.
       slice_name: the slice; None: one chip.
       spec: the fields of the program's batches.
-      optimizer: the optimizer; None: one that is not used, for a model that is not trained.
+      optimizer: the optimizer; None for a model that is not trained.
       **stored: `frozen` and `frozen_dtype` of `Partitioner.program`.
 
     Raises:
-      UserError: this process has too few devices for the slice, or the layout does not fit it.
+      UserError: this process has too few devices, or the layout does not fit.
     """
     slice_ = slices.get(slice_name or ONE_CHIP)
     devices = jax.devices()[: slice_.devices]

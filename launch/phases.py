@@ -1,6 +1,4 @@
-"""Phases of a run, which change data, row length, batch size, accumulation or strategy after given steps.
-
-A curriculum of row lengths, or another data mixture at the end of a run, is one experiment with phases:
+"""Phases of a run, which change data, batch size, accumulation or strategy after given steps.
 
     PHASES = (@long/experiment.Phase(),)
     long/experiment.Phase.after = 20000
@@ -8,11 +6,9 @@ A curriculum of row lengths, or another data mixture at the end of a run, is one
     long/experiment.Phase.task = @long/text.files()
     long/text.files.length = 8192
 
-Every phase is an experiment of its own, and a run trains them one after another. At a boundary it saves a checkpoint,
-from which the next phase continues with parameters, optimizer state and step, like a resumed run. So an interruption
-at a boundary changes nothing. Each phase reads its data from the start, in an order of its own. Therefore documents may
-be read again before all were read once, even if only the batch size changes. A phase has no learning rate of its own:
-schedules depend on the step of the run (`core.optimizers.joined`).
+A run trains its phases one after another. A later phase continues from the checkpoint of the one before, with
+parameters, optimizer state and step, and reads its data from the start, in an order of its own. Learning rates depend
+on the step of the run.
 """
 
 import dataclasses
@@ -25,10 +21,10 @@ from parallel.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The settings that change after a step; None keeps the setting of the previous phase.
+    """Settings that change after a step; None keeps the setting of the previous phase.
 
     Attributes:
-      after: the last step of the previous phase; ascending from phase to phase, at least 1, and below `total_steps`.
+      after: the last step of the previous phase.
       task: the data.
       batch_size: rows of a global batch.
       accum_steps: microbatches per step.

@@ -1,7 +1,6 @@
-"""Finds predictions of training steps, made from compiled programs; a run compares them with its measurements.
+"""Finds predictions of training steps, made from compiled programs.
 
-`predictions.json` ships with the package; `tests/run.sh lab golden --write` makes it from the records in
-`tests/golden/`.
+`tests/run.sh lab golden --write` makes `predictions.json` from the records in `tests/golden/`.
 """
 
 import json
@@ -16,5 +15,5 @@ FILE = Path(__file__).with_name("predictions.json")
 
 
 def find(experiment: Experiment, settings: Settings) -> Prediction | None:
-    """Returns a prediction for the same training step, possibly from another experiment; None if there is none."""
+    """Returns a prediction for the same training step; None if there is none."""
     return json.loads(FILE.read_text()).get(program_identity.fingerprint(experiment, settings))

@@ -1,7 +1,6 @@
-"""The identity of a training program: what an experiment's compiled step depends on.
+"""Identities of training programs, to look up records of compilations and predictions.
 
-It leaves out settings that do not change the program, such as paths to data and lengths of runs. Records of
-compilations are found by `program_text`, and records of predictions by `fingerprint`.
+They leave out settings that do not change the program, such as paths to data.
 """
 
 import hashlib
@@ -22,10 +21,7 @@ _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspec
 
 
 def program_text(experiment: Experiment, settings: Settings) -> str:
-    """Returns a text to look up compiled programs by: experiments with equal texts have the same training step.
-
-    The reverse is not guaranteed. The text contains digests of the user's own modules.
-    """
+    """Returns a text that describes the training program, to look up compilations by."""
     parts = _parts(experiment, _optimizer(settings))
     if own := own_modules(experiment, settings):
         parts["own modules"] = own
@@ -33,22 +29,17 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
 
 
 def fingerprint(experiment: Experiment, settings: Settings) -> str:
-    """Returns a hash of what a training step's cost depends on, 16 hexadecimal digits, to look up predictions by.
-
-    It covers the same as `program_text`, without the optimizer's learning rate and the digests of modules.
-    """
+    """Returns a hash to look up predictions by: 16 hexadecimal digits."""
     parts = _parts(experiment, [binding for binding in _optimizer(settings) if not _is_rate(binding)])
     return hashlib.sha256(identity.text(parts).encode()).hexdigest()[:16]
 
 
 def _is_rate(binding: Binding) -> bool:
-    """Returns whether a binding is a learning rate or an argument of a schedule, which do not change a step's cost."""
     is_of_a_schedule = binding.selector.rpartition(".")[2] in _SCHEDULES
     return not binding.scope and (binding.parameter == "learning_rate" or is_of_a_schedule)
 
 
 def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, Any]:
-    """Returns what a step's program depends on: parts of the experiment, and the gin statements of the optimizer."""
     spec = {k: _field(field) for k, field in sorted(experiment.task.spec(experiment.batch_size).items())}
     slice_ = slices.get(experiment.slice)
     shape = experiment.strategy.mesh_shape
@@ -71,25 +62,18 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
 
 
 def _field(field: Field) -> tuple[Any, ...]:
-    """Returns a field's shape, dtype and, unless they are the usual ("batch", "length"), its axes."""
     own = () if field.axes == ("batch", "length")[: len(field.shape)] else (field.axes,)
     return (field.shape, str(field.dtype), *own)
 
 
 def optimizer_text(settings: Settings) -> str:
-    """Returns, in one line, the statements that make the experiment's optimizer, with the macros that they use."""
+    """Returns, in one line, the gin statements that make the optimizer."""
     direct = _optimizer(settings)
     used = {leaf.name for binding in direct for leaf in leaves(binding.value) if isinstance(leaf, Macro)}
     return "; ".join(str(b) for b in settings.bindings if b in direct or (b.is_macro and b.name in used))
 
 
 def _optimizer(settings: Settings) -> list[Binding]:
-    """Returns the bindings that make the optimizer, without the values of shared macros such as the learning rate.
-
-    These are the binding of the optimizer itself, the bindings of `core.optimizers` without a gin scope, and those of
-    constructors and of the user's own macros to which the optimizer refers. Schedules of `core.optimizers` with a scope
-    are left out, because they do not change the program.
-    """
     ours = {symbol for symbol, module in settings.imports.items() if module == optimizers.__name__}
     home = next((s for s, module in settings.imports.items() if module == Experiment.__module__), "")
     direct = (b for b in settings.bindings if b.name == f"{home}.Experiment.optimizer")
@@ -104,7 +88,6 @@ def _optimizer(settings: Settings) -> list[Binding]:
 
 
 def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
-    """Returns the constructors and the macros of the user's own that bindings refer to, directly or through others."""
     found: set[str] = set()
     shared = declared_macros()
     while pending:
@@ -117,11 +100,9 @@ def _reached(settings: Settings, pending: Sequence[Binding]) -> set[str]:
 
 
 def own_modules(experiment: Experiment, settings: Settings) -> dict[str, str]:
-    """Returns digests of the files of the user's own modules, by name.
+    """Returns digests of the user's own modules that the configuration uses, by name.
 
-    These are the modules that the configuration imports and uses, the modules that define what it uses from them, and
-    the module of the model's class. Renga's own and installed modules are left out, and so are modules that are only
-    imported by these modules.
+    Modules that these import may be left out.
     """
     references = (leaf for b in settings.bindings for leaf in leaves(b.value) if isinstance(leaf, Reference))
     names = {type(experiment.model).__module__}

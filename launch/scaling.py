@@ -1,7 +1,6 @@
-"""Scales an experiment's batch size to another slice, so that each device keeps its number of rows: `--scale-from`.
+"""Scales the batch size to another slice, with the same rows per device: `--scale-from`.
 
-A trial on a smaller slice then has about the same arithmetic per device. Memory for sharded parameters, traffic between
-chips, and learning rates that were chosen for the larger batch do not carry over.
+Memory for sharded parameters, traffic and learning rates do not scale with it.
 """
 
 import fractions
@@ -14,20 +13,16 @@ from launch.config import loader
 
 
 def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str] = ()) -> list[str]:
-    """Returns gin bindings that give each device of `slice_name` as many rows as a device of `scale_from` has.
-
-    The number of data streams is kept if it divides the new batch size; otherwise it becomes the greatest common
-    divisor of the two.
+    """Returns gin bindings that keep the number of rows per device on another slice.
 
     Args:
       file: the experiment file.
       slice_name: name of the slice of the run.
-      scale_from: name of the slice that the experiment's BATCH_SIZE is for.
+      scale_from: name of the slice that BATCH_SIZE is for.
       given: the other bindings of the command line.
 
     Raises:
-      UserError: the batch would not have a whole number of rows, phases have batch sizes of their own, or the
-        configuration has a mistake.
+      UserError: the batch would not have a whole number of rows, or phases set batch sizes.
     """
     experiment = loader.load(file, bindings=given, slice_name=scale_from).build()
     if any(phase.batch_size for phase in experiment.phases):

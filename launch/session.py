@@ -1,7 +1,6 @@
-"""A session: one start of a run, or of one of its phases, on this host.
+"""One start of a run, or of one of its phases, on this host.
 
-`Session.run` restores or initializes the state, compiles, runs the loop of `core.training.trainer`, and waits until the
-last checkpoint is saved. It starts from a `Run`, which `launch.runs.prepared_run` has prepared and checked.
+`Session.run` restores or initializes the state, compiles, trains, and waits for the last checkpoint.
 """
 
 import contextlib
@@ -43,8 +42,8 @@ class Start(NamedTuple):
       state: the state.
       position: the position in the data; None: the beginning.
       step: the checkpoint's step; None for a fresh start.
-      meta: the checkpoint's metadata that later checkpoints repeat: what the run was initialized from, if recorded.
-      changes: settings in which the configuration differs from that of the checkpoint; () for a fresh start.
+      meta: the part of the checkpoint's metadata that later checkpoints repeat.
+      changes: settings that differ from those of the checkpoint.
     """
 
     state: TrainState
@@ -55,13 +54,13 @@ class Start(NamedTuple):
 
 
 def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
-    """Restores the newest intact checkpoint, or that of `step`; initializes a new state if the run has no checkpoints.
+    """Restores a checkpoint, or initializes a state if the run has none.
+
+    `step`: the checkpoint's step, which must exist; None: the newest intact checkpoint.
 
     Raises:
       EarlierPhaseError: the checkpoint belongs to an earlier phase.
-      UserError: there is no checkpoint of `step`, it does not fit the state, or it was trained on other data or in
-        another order; or parameters of INIT_FROM, or frozen ones that the checkpoint leaves out, cannot be read.
-      RuntimeError: the checkpoint of `step`, or every checkpoint, is damaged or cannot be read.
+      UserError: the checkpoint does not fit the run.
     """
     if step is None:
         found = checkpoints.restore_newest(run.program.abstract_state)
@@ -90,16 +89,13 @@ def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = No
 
 
 def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsStep | None]:
-    """Returns the training step, and the statistics step or None. Several hosts compile both here, and wait for all.
+    """Returns the training step, and the statistics step or None.
 
-    A single host compiles the training step only when it is first called. The statistics step is compiled here, because
-    a later compilation would look like a step that hangs. If no step is left to train, nothing is compiled.
-
-    The hosts wait here because simulated hosts wait at most 30 s for one another in a program's first collective. On a
-    busy machine, compile times differ by more.
+    With several hosts, all of them must call it: they compile here and wait for one another. Simulated hosts wait at
+    most 30 s in a program's first collective.
 
     Raises:
-      TimeoutError: a host did not compile within `Run.meeting_seconds`; names it.
+      TimeoutError: a host did not compile in time.
     """
     train_step, statistics = run.program.train_step, run.statistics_step
     if first_step >= run.last_step:
@@ -116,33 +112,28 @@ def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsSt
 
 
 class Session:
-    """One start of a run on this host. If the run has phases, a session trains one of them."""
+    """One start of a run on this host, or of one of its phases."""
 
     def __init__(self, run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook] = ()):
         """Creates the session of a prepared run.
 
         Args:
           run: the run.
-          lock: the lock of the run directory, on the host that holds it; None on others.
+          lock: the lock of the run directory; None on hosts that do not hold it.
           also: hooks that run after the standard ones.
         """
         self._run, self._lock, self._also = run, lock, also
 
     def run(self) -> dict[str, float]:
-        """Trains to `last_step` of the `Run`, from the newest checkpoint if there is one.
+        """Trains from the newest checkpoint, if there is one, to the last step.
 
         Returns:
-          The last validation means, such as `validation/loss`; empty if nothing is evaluated.
+          The last validation means, such as `validation/loss`; empty without evaluations.
 
         Raises:
-          EarlierPhaseError: the newest checkpoint that can be restored is from before the end of the previous phase,
-            which must be trained again. Damaged checkpoints were renamed.
-          UserError: a checkpoint, the parameters of INIT_FROM or the data cannot be used, or there is no space for
-            another checkpoint.
-          PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
-          NonFiniteLossError: the loss or the gradient is NaN or infinite, and `non_finite` is "stop" or did not help.
-          RuntimeError: checkpoints cannot be restored or saved, or frozen parameters have changed.
-          TimeoutError: a host did not come to a meeting of all hosts.
+          EarlierPhaseError: an earlier phase must be trained again.
+          PreemptedError: the run was preempted or interrupted.
+          NonFiniteLossError: the loss or the gradient is not finite, and `non_finite` ends the run.
         """
         run = self._run
         with activity.enter(activity.RESTORING):
@@ -178,7 +169,6 @@ class Session:
         return validation
 
     def _restored(self) -> Start:
-        """Opens the checkpoints, and restores the newest one or initializes the state."""
         run, settings = self._run, self._run.experiment.checkpointing
         distributed.decided_by_host_zero(lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program))
         self._checkpoints = Checkpoints(
@@ -200,7 +190,6 @@ class Session:
         return restore_or_init(self._run, self._checkpoints).state
 
     def _begin(self, start: Start) -> None:
-        """Opens the metrics files, creates the parts that hooks share, and prints the summary of the run."""
         run, settings = self._run, self._run.experiment
         self._lines = progress.Progress(run.last_step, host=run.host, unit=settings.unit)
         self._lines.start(self._first_step)
@@ -249,7 +238,7 @@ class Session:
         self._writers.text("versions", "\n".join(f"- {k} {v}" for k, v in run.meta["versions"].items()))
 
     def _hooks(self) -> list[Hook]:
-        """Returns the run's hooks. The one for non-finite losses comes before those that log and save the step."""
+        """Returns the run's hooks. The one for non-finite losses comes before those that log and save."""
         run, settings, lines = self._run, self._run.experiment, self._lines
         preemption = hooks.StopWhenPreempted(distributed.preempted)
         saved = paths.resolve(run.checkpoint_dir)
@@ -309,7 +298,6 @@ class Session:
         return [hooks.Compiled(compiled), hooks.Log(write, every=every, items_per_step=items, last_step=run.last_step)]
 
     def _own_metrics(self) -> "TaskMetrics | None":
-        """Returns what computes the task's own metrics; None if it has none, or METRIC_EXAMPLES is 0."""
         task, most = self._run.experiment.task, self._run.experiment.evaluation.metric_examples
         own = task.own_metrics(most) if most and can(task, DefinesMetrics) else None
         if own is None:
@@ -321,7 +309,6 @@ class Session:
         return found
 
     def _evaluation(self) -> evaluation.Evaluate | None:
-        """Returns the hook that evaluates every `eval_interval` steps and at the end; None if `eval_batches` is 0."""
         run, task = self._run, self._run.experiment.task
         if not run.experiment.evaluation.eval_batches:
             return None
@@ -345,7 +332,6 @@ class Session:
         return hook
 
     def _saving(self, preemption: hooks.StopWhenPreempted) -> list[Hook]:
-        """Returns the hook that saves the state and, if configured, the one that saves parameters alone."""
         run, lock, evaluate = self._run, self._lock, self._evaluate
         keep_best = run.experiment.checkpointing.keep_best
 
@@ -382,7 +368,6 @@ class Session:
         return [save, hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check)]
 
     def _profiles(self) -> list[Hook]:
-        """Returns the hooks that profile steps and memory: as configured, on request, and when memory is exhausted."""
         run = self._run
         requests = profiling.Requests(run.run_dir, last_step=run.last_step)
         self._stack.callback(requests.close)

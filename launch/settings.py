@@ -1,8 +1,4 @@
-"""The settings of an experiment in groups: what a run starts from, logs, evaluates and saves, and its time limits.
-
-Each group checks itself. A field has one name: in gin (`settings.Evaluation.eval_batches`), here, and as an argument of
-`renga.Trainer`.
-"""
+"""The settings of an experiment in groups, each of which checks itself."""
 
 from __future__ import annotations
 
@@ -18,12 +14,12 @@ _Check = Callable[[str, Any], object]  # (a field's name, its value); raises Use
 
 
 def count(least: int) -> _Check:
-    """Returns a check that raises UserError unless a value is an integer of at least `least`."""
+    """Returns a check for integers from `least` up."""
     return lambda name, value: check_integer(value, where=name, least=least)
 
 
 def positive(*, may_be_none: bool = False) -> _Check:
-    """Returns a check that raises UserError unless a value is a finite number above 0 or, if `may_be_none`, None."""
+    """Returns a check for finite numbers above 0; `may_be_none` also allows None."""
 
     def check(name: str, value: Any) -> None:
         if value is not None or not may_be_none:
@@ -33,7 +29,7 @@ def positive(*, may_be_none: bool = False) -> _Check:
 
 
 def expecting(expected: str, is_one: Callable[[Any], bool]) -> _Check:
-    """Returns a check that raises UserError unless `is_one(value)`; `expected` describes such values in the error."""
+    """Returns a check for values that satisfy `is_one`; `expected` describes them in errors."""
 
     def check(name: str, value: Any) -> None:
         if not is_one(value):
@@ -43,12 +39,12 @@ def expecting(expected: str, is_one: Callable[[Any], bool]) -> _Check:
 
 
 def choice(*choices: str) -> _Check:
-    """Returns a check that raises UserError unless a value is one of the choices."""
+    """Returns a check for one of the choices."""
     return expecting(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
 
 
 def is_sequence(value: Any, kind: type) -> bool:
-    """Returns whether a value is a sequence, but not a string, and all its elements are instances of `kind`."""
+    """Returns whether a value is a sequence of `kind`, but not a string."""
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, kind) for each in value)
 
 
@@ -71,7 +67,7 @@ _LAYERS = expecting("layers from 0, or None, by pattern, such as {'layers/*': (0
 
 
 def problems(part: Any, checks: Mapping[str, _Check]) -> list[str]:
-    """Returns the messages of the checks that fail; `checks` has the checks of an object's fields, by field name."""
+    """Returns the messages of the checks that fail; `checks` is by field name."""
     found = []
     for name, check in checks.items():
         try:
@@ -82,8 +78,6 @@ def problems(part: Any, checks: Mapping[str, _Check]) -> list[str]:
 
 
 class _Group:
-    """A group of settings: a frozen dataclass with a check for each field."""
-
     _checks: ClassVar[Mapping[str, _Check]]
 
     def __post_init__(self):
@@ -91,7 +85,7 @@ class _Group:
             raise UserError(f"{type(self).__name__}: {'; '.join(found)}")
 
     def _disagreements(self) -> Iterator[str]:
-        """Yields what is wrong with fields that pass `_checks`, such as contradictions between them."""
+        """Yields what is wrong with fields that pass `_checks`."""
         yield from ()
 
 
@@ -100,17 +94,11 @@ class Initialization(_Group):
     """The parameters that a run starts from.
 
     Attributes:
-      init_from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a published model; "" starts
-        from the seed.
-      init_patterns: shell wildcards over the paths of the parameters to read from there; others start from the seed.
-      init_renames: maps names in the source to names in this model, such as `{"decoder/*": "layers/*"}`. Names in the
-        source are parameter paths of a run, or tensor names of a published model.
-      init_layers: maps shell wildcards over paths to a tuple with one entry for each layer of this model: the layer of
-        the source that it starts from, or None for the seed: `{"layers/*": (0, 0, 1, None)}`. In a model that repeats
-        a group of layers, an entry stands for a group.
-
-    Raises:
-      UserError: a field has a wrong value, or two fields contradict one another.
+      init_from: a run (`runs/first`), a step of it (`runs/first@1000`), or the folder of a published model; "": none.
+      init_patterns: shell wildcards over paths of parameters to read from there; others start from the seed.
+      init_renames: maps names in the source to names in this model, such as `{"decoder/*": "layers/*"}`.
+      init_layers: maps path wildcards to the source's layer for each layer of this model, None for the seed:
+        `{"layers/*": (0, 0, 1, None)}`. In a model that repeats a group of layers, an entry stands for a group.
     """
 
     init_from: str = ""
@@ -126,15 +114,12 @@ class Logging(_Group):
     """What a run writes about itself while it trains.
 
     Attributes:
-      log_interval: steps between lines of metrics; the first and the last step have a line, too.
-      statistics_interval: steps between statistics of parameters, gradients and updates (`core.step`), a multiple of
-        `log_interval`; 0: no statistics.
-      profile_steps: steps at which a profile of three steps starts on every host.
-      memory_profile_steps: steps after which every host writes a profile of its device memory.
+      log_interval: steps between lines of metrics.
+      statistics_interval: steps between statistics of parameters, gradients and updates, a multiple of `log_interval`;
+        0: none.
+      profile_steps: steps at which a profile of three steps starts.
+      memory_profile_steps: steps after which device memory is profiled.
       wandb_project: the Weights & Biases project to which host 0 also logs; "": none.
-
-    Raises:
-      UserError: a field has a wrong value, or two fields contradict one another.
     """
 
     log_interval: int = 10
@@ -165,13 +150,10 @@ class Evaluation(_Group):
 
     Attributes:
       eval_interval: steps between evaluations; the last step is evaluated, too.
-      eval_batches: the maximum number of validation batches per evaluation; 0: no evaluation.
-      prompt: the text that the model continues at the end of the run; "": none.
-      metric_examples: the maximum number of examples of each seqio task for the task's own metrics. Every evaluation
-        then computes them, and `keep_best` may name one; needs `eval_batches` above 0. 0: no such metrics.
-
-    Raises:
-      UserError: a field has a wrong value, or two fields contradict one another.
+      eval_batches: most validation batches per evaluation; 0: no evaluation.
+      prompt: text that the model continues at the end of the run; "": none.
+      metric_examples: most examples of each seqio task for the task's own metrics; 0: no such metrics. Needs
+        `eval_batches` above 0.
     """
 
     eval_interval: int = 1000
@@ -199,17 +181,13 @@ class Checkpointing(_Group):
       checkpoint_interval: steps between checkpoints; the last step is saved, too.
       keep_checkpoints: number of latest checkpoints to keep.
       keep_best: also keep the best checkpoint by a metric: `validation/loss` for the lowest value,
-        `max:validation/accuracy` for the highest. Needs `eval_batches` above 0 and `checkpoint_interval` a multiple of
-        `eval_interval`. "": keep only the latest ones.
-      params_checkpoint_interval: steps between checkpoints of the parameters alone, in addition to those of the whole
-        state; 0: none.
+        `max:validation/accuracy` for the highest; "": none. Needs `eval_batches` above 0 and `checkpoint_interval` a
+        multiple of `eval_interval`.
+      params_checkpoint_interval: steps between additional checkpoints of the parameters alone; 0: none.
       keep_params_checkpoints: number of latest checkpoints of the parameters alone to keep.
-      checkpoint_mirror: where complete checkpoints of a local run directory are copied in the background, such as
-        gs://BUCKET/first; "": nowhere. Only for a run of one process.
+      checkpoint_mirror: where complete checkpoints of a local run directory are copied, such as gs://BUCKET/first; "":
+        nowhere. Only for a run of one process.
       save_limit_seconds: a save that takes longer fails; None: 300 s plus 20 s for each GiB on a host.
-
-    Raises:
-      UserError: a field has a wrong value, or two fields contradict one another.
     """
 
     checkpoint_interval: int = 1000
@@ -240,19 +218,14 @@ class Health(_Group):
     """The limits after which a run ends because its hosts hang or disagree.
 
     Attributes:
-      step_limit_seconds: if a step takes longer, the run ends and prints the stacks of the threads of the host that
-        delays it. The value must not exceed `compile_limit_seconds`.
-      compile_limit_seconds: the same for other work, such as compiling, reading, evaluating and saving, unless that has
-        a longer limit of its own.
-      heartbeat_timeout_seconds: the run ends if a host sends no message for this long, or evaluates or ends for this
-        long while others wait for it in a step. None: 20 s in a simulation, otherwise 120 s.
-      apart_limit_seconds: the run ends if a host saves or restores for this long while others wait for it in a step.
-        None: 120 s in a simulation, otherwise 600 s.
+      step_limit_seconds: longest time of a step; at most `compile_limit_seconds`.
+      compile_limit_seconds: longest time of other work, such as compiling or evaluating, unless it has a limit of its
+        own.
+      heartbeat_timeout_seconds: longest silence of a host. None: 20 s in a simulation, otherwise 120 s.
+      apart_limit_seconds: longest time that a host saves or restores while others wait for it in a step. None: 120 s in
+        a simulation, otherwise 600 s.
       watchdog: `end` ends the run when one of these four limits is exceeded; `report` only reports it.
-      replica_check_interval: steps between comparisons of the copies of replicated arrays; 0: no comparisons.
-
-    Raises:
-      UserError: a field has a wrong value, or two fields contradict one another.
+      replica_check_interval: steps between comparisons of the copies of replicated arrays; 0: none.
     """
 
     step_limit_seconds: float = USUAL_LIMITS.step_seconds
@@ -279,7 +252,7 @@ class Health(_Group):
             )
 
     def limits(self, usual: Limits) -> Limits:
-        """Returns the time limits of the health checks; limits that are None here are taken from `usual`."""
+        """Returns the time limits of the health checks; limits that are None come from `usual`."""
         return Limits(
             step_seconds=self.step_limit_seconds,
             slow_seconds=self.compile_limit_seconds,
@@ -300,14 +273,9 @@ HOMES = {field.name: group for group, kind in GROUPS.items() for field in datacl
 
 
 def grouped(given: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
-    """Returns settings as fields of `Experiment`: those of a group are combined into an object of the group's class.
+    """Returns settings as fields of `Experiment`; those of a group become one object.
 
-    Args:
-      given: settings by name.
-      base: an experiment, from which a group takes the settings that are not given; None: they have their defaults.
-
-    Raises:
-      UserError: settings of a group have the wrong type or are out of range.
+    `base`: the experiment whose other settings a group keeps; None: their defaults.
     """
     found, wrong = {name: value for name, value in given.items() if name not in HOMES}, []
     for group, kind in GROUPS.items():

@@ -1,7 +1,6 @@
-"""Writes to a terminal or a pipe: finds the width, wraps errors, sends no escape codes to pipes, survives closed pipes.
+"""Writes to a terminal or a pipe: width, wrapped errors, progress, closed pipes.
 
-Uses the standard library only, except in `console` and `markdown`, because `launch.hosts.host_output` runs before
-anything else is installed.
+Only `console` and `markdown` import packages: `launch.hosts.host_output` runs before any is installed.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ _UNPRINTABLE = ("Cc", "Cs")  # control characters; lone surrogates, which cannot
 def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = False, **options: Any) -> Console:
     """Returns a rich console as wide as its terminal.
 
-    Without a terminal, or with NO_COLOR set, it writes no escape codes.
-
     Args:
-      piped_width: the width if it does not write to a terminal.
+      piped_width: the width without a terminal.
       file: where it writes; None: standard output, or standard error if `stderr`.
       stderr: whether to write to standard error; not used with `file`.
       **options: options of `rich.console.Console`.
@@ -57,12 +54,12 @@ def console(piped_width: int, *, file: IO[str] | None = None, stderr: bool = Fal
 def markdown(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[str] = (), title: str | None = None
 ) -> Table:
-    """Formats a table as Markdown. Columns with headings in `text` are left-aligned, and their long cells wrap.
+    """Formats a table as Markdown.
 
     Args:
       headings: headings of the columns.
       rows: cells of each row.
-      text: headings of the columns that contain text.
+      text: headings of columns with text, which are left-aligned and wrapped.
       title: a line above the table; None: no line.
     """
     from rich import box
@@ -77,9 +74,9 @@ def markdown(
 
 
 def width(piped_width: int, stream: IO[str] | None = None) -> int:
-    """Returns the width in columns of the terminal of `stream` (default: stdout); `piped_width` without a terminal.
+    """Returns the number of columns of a stream's terminal; `piped_width` without a terminal.
 
-    The width of a terminal counts as at least 40; the variable COLUMNS overrides it.
+    If `stream` is None, it is standard output.
     """
     stream = stream or sys.stdout
     if not stream.isatty():
@@ -93,11 +90,9 @@ def width(piped_width: int, stream: IO[str] | None = None) -> int:
 
 
 def wrapped(text: str, *, margin: int = 0) -> str:
-    """Breaks an error's long lines between words; continuation lines are indented by two more columns.
+    """Breaks an error's long lines between words.
 
-    The width is that of the terminal of standard error, at most ERROR_WIDTH; without a terminal it is ERROR_WIDTH. The
-    variable COLUMNS overrides both. `margin` is the number of columns by which the caller indents the result; at least
-    40 columns remain.
+    `margin`: the columns by which the caller indents the result.
     """
     told = environment.read("COLUMNS") or ""
     columns = int(told) if told.isdigit() and int(told) else min(ERROR_WIDTH, width(ERROR_WIDTH, sys.stderr))
@@ -105,18 +100,18 @@ def wrapped(text: str, *, margin: int = 0) -> str:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Prints a user error's traceback and causes if RENGA_TRACEBACK is set."""
+    """Prints an error's traceback and causes if RENGA_TRACEBACK is set."""
     if environment.read("RENGA_TRACEBACK"):
         traceback.print_exception(error)
 
 
 def say(text: str) -> None:
-    """Prints text, wrapped to the terminal's width; text for a pipe is not wrapped."""
+    """Prints text; on a terminal, wrapped to its width."""
     print(_broken(text, width(0)) if sys.stdout.isatty() else text)
 
 
 def printable(text: str) -> str:
-    r"""Replaces control characters, except line breaks and tabs, and lone surrogates by escapes such as `\x1b`."""
+    r"""Replaces control characters, except line breaks and tabs, and lone surrogates by escapes."""
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in _UNPRINTABLE else c.encode("unicode_escape").decode()
         for c in text
@@ -124,10 +119,9 @@ def printable(text: str) -> str:
 
 
 def progress(what: str) -> Callable[[str, int, int], None]:
-    """Returns a function that shows on standard error how far `what`, a description, has been read.
+    """Returns a function that shows on standard error how far `what` has been read.
 
-    Its arguments are the name of a part, its number from 1, and the number of parts. On a terminal, it rewrites one
-    line. Without a terminal, it prints at most one line every ten seconds and, if it has printed any, the last part.
+    Its arguments are the name of a part, its number from 1, and the number of parts.
     """
     began = last = time.monotonic()
 
@@ -144,7 +138,7 @@ def progress(what: str) -> Callable[[str, int, int], None]:
 
 
 def flush() -> None:
-    """Flushes standard output; if its reader has closed the pipe, discards this and all later output."""
+    """Flushes standard output; if its reader has closed the pipe, discards the output."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

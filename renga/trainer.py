@@ -1,9 +1,4 @@
-"""`Trainer`: trains, evaluates and samples a model from Python, without gin, on the devices of this process.
-
-It is a front end to what `launch/run train`, `evaluate` and `generate` do: an `Experiment`, `prepare_run`, the training
-loop with its hooks, and the checkpoints in the run directory. It leaves out what only a process that is a host of a run
-needs: joining other hosts, limits on hangs, and ending the interpreter after an error.
-"""
+"""`Trainer`: trains, evaluates and samples a model from Python, without gin, on the devices of this process."""
 
 import contextlib
 import dataclasses
@@ -59,7 +54,7 @@ class Trainer:
         init_from: str | Params = "",
         **settings: Any,
     ):
-        """Checks the arguments; uses no device and writes nothing.
+        """Checks the arguments; writes nothing.
 
         Args:
           model: a model; see `core.types.Model`, or `HaikuModel` for a Haiku function.
@@ -99,18 +94,17 @@ class Trainer:
         )
 
     def fit(self, steps: int) -> dict[str, float]:
-        """Trains from the newest checkpoint, or from the start, to a total of `steps` steps; saves a checkpoint there.
+        """Trains from the newest checkpoint, or from the start, to a total of `steps` steps.
 
-        Nothing is trained if that many are done already. After an interruption (an exception, or Ctrl-C), the same call
-        continues from the newest checkpoint. With `phases`, `steps` may end in any of them.
+        The last step is saved. Nothing is trained if that many steps are done already. After an interruption, the same
+        call continues from the newest checkpoint.
 
         Returns:
           The last validation means, such as `validation/loss`; empty without `eval_batches`.
 
         Raises:
-          UserError: `steps` is below 1, the layout does not fit the devices, data is missing, or the run directory is
-            in use or belongs to another experiment.
-          NonFiniteLossError: the loss or its gradient was not finite, and the policy `non_finite` ends the run.
+          UserError: `steps`, the layout, the data or the run directory cannot be used.
+          NonFiniteLossError: the loss or its gradient was not finite, and `non_finite` ends the run.
         """
         check_integer(steps, where="steps", least=1)
         self._held = None  # its parameters would take memory of the devices
@@ -125,7 +119,7 @@ class Trainer:
             return train.run_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
 
     def evaluate(self, *, rows: int | Literal["all"] | None = None, step: int | None = None) -> dict[str, float]:
-        """Computes the mean metrics of a checkpoint on held-out rows, and writes them to the run directory.
+        """Computes the mean metrics of a checkpoint on held-out rows, and saves them.
 
         Args:
           rows: number of held-out rows, or "all"; None: those of the run's own evaluations.
@@ -135,8 +129,7 @@ class Trainer:
           The means, such as `loss`.
 
         Raises:
-          UserError: there is no such checkpoint, or it does not fit; `rows` is None for a run without evaluations,
-            "all" for endless data, or below 1.
+          UserError: there is no such checkpoint, it does not fit, or there are no such rows.
         """
         for name, value in (("rows", rows), ("step", step)):
             if value is not None and (name, value) != ("rows", "all"):
@@ -156,19 +149,16 @@ class Trainer:
         Args:
           prompt: the prompt.
           step: the checkpoint; None: the newest.
-          **options: `max_tokens`, `sampling` (default: the most likely token) and `seed`, as for
+          **options: `max_tokens`, `sampling` (default: the most likely token) and `seed`, as in
             `launch.loaded_model.LoadedModel.continued`.
 
-        Returns:
-          The continuation.
-
         Raises:
-          UserError: there is no such checkpoint, the model cannot generate, or prompt or options do not fit it.
+          UserError: there is no such checkpoint, or the model cannot continue the prompt.
         """
         return self.loaded(step=step).continued([prompt], **options)[0].text
 
     def loaded(self, *, step: int | None = None) -> LoadedModel:
-        """Returns the model with the parameters of the checkpoint of `step`, or of the newest one.
+        """Returns the model with the parameters of a checkpoint, by default the newest.
 
         The trainer keeps this model until it loads another one or trains.
 

@@ -1,1 +1,1 @@
-"""Checks of a run, by level: without a device (preflight), on its hosts (hosts), and by short runs on its slice."""
+"""Checks of a run: without a device, on its hosts, and by short runs on its slice."""

@@ -1,4 +1,4 @@
-"""Checks whether a program fits into the memory of a chip: its exact state, and an estimate of its activations."""
+"""Checks whether a program fits into the memory of a chip."""
 
 import math
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ _SURELY_TOO_MUCH = 2.0  # estimated bytes / bytes of a chip; the compiler does n
 
 
 def estimate(program: Program) -> "tuple[Estimate | None, str]":
-    """Estimates memory and time of a step. Returns the estimate and ""; if that fails, None and the reason."""
+    """Estimates memory and time of a step; if that fails, returns None and the reason."""
     from parallel.planning import arithmetic  # slow to import, and only needed here
 
     try:
@@ -27,15 +27,14 @@ def estimate(program: Program) -> "tuple[Estimate | None, str]":
 
 
 def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> Finding:
-    """Compares the memory that a program needs with that of a chip; returns the finding "memory".
+    """Compares the memory that a program needs with that of a chip.
 
-    The check fails if the state does not fit, or if the estimate with activations is above twice a chip's memory. For a
-    smaller excess it passes with a note, because the compiler may need less than the estimate.
+    An estimate that is too large may be only a note, because the compiler may need less.
 
     Args:
       program: bound to a slice.
-      estimated: the estimate of its step, with activations and gradients; None: the state alone is compared.
-      why_not: why the step could not be estimated, which makes the finding a note; "": no estimate was tried.
+      estimated: the estimate of its step; None: the state alone is compared.
+      why_not: why the step could not be estimated; "": no estimate was tried.
     """
     have, sizes = program.partitioner.slice.chip.usable_hbm_bytes, report.totals(program)
     state = f"state {units.significant(sizes.everything / GIB)} GiB"
@@ -59,7 +58,6 @@ def check(program: Program, estimated: "Estimate | None", why_not: str = "") -> 
 
 
 def _more_chips(program: Program) -> str:
-    """Says how to need less memory per chip: shard the state over more chips of the slice, or use a larger slice."""
     slice_, sizes = program.partitioner.slice, report.totals(program)
     least = sizes.whole / slice_.devices
     if least > slice_.chip.usable_hbm_bytes:

@@ -45,13 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the checks and prints their findings. Returns 0, or 2 if a check failed.
-
-    At the levels `hosts` and `slice`, the hosts that have joined leave this to host 0.
-
-    Raises UserError if flags exclude one another, the slice is unknown, or a level that needs its devices is started on
-    another machine.
-    """
+    """Makes the checks and prints their findings."""
     slice_ = slices.get(args.slice)
     if args.ship and args.level != "config":
         raise UserError(

@@ -1,4 +1,4 @@
-"""The level `hosts` of a check: after the level `config`, checks of each host alone and of all hosts together."""
+"""The level `hosts` of a check: checks of each host alone, and of all hosts together."""
 
 import argparse
 import difflib
@@ -33,20 +33,14 @@ _ALIKE = 0.92  # similarity from which one name counts as a misspelling of anoth
 
 
 def own_host(*, is_tpu: bool) -> list[Finding]:
-    """Checks this host alone: versions, environment variables and, on a TPU, which processes hold its chips."""
+    """Checks versions, environment variables and, on a TPU, which processes hold the chips."""
     return [cluster.check_versions(), *variables(is_tpu=is_tpu), *([tpu_host.chip_holders()] if is_tpu else [])]
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[Finding]:
-    """Checks environment variables for contradictory values, names that look wrong, and a hidden TPU.
+    """Checks environment variables for contradictions and for names that look wrong.
 
-    Args:
-      environ: the variables.
-      is_tpu: whether this is a host with a TPU, which JAX_PLATFORMS must not hide.
-
-    Returns:
-      A finding for each problem, such as a RENGA_ name that nothing reads, and a note for each other name that looks
-        misspelled; one finding that passed if there are none.
+    `is_tpu`: whether JAX_PLATFORMS must not hide a TPU.
     """
     problems = []
     for look in (environment.process_layout, environment.mesh_bindings):
@@ -72,10 +66,7 @@ def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[
 
 
 def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
-    """Joins the other hosts, and sets LIMITS for the checks of all hosts.
-
-    Returns this host, or None if that failed, and the finding.
-    """
+    """Joins the other hosts; returns this host, or None if that failed, and the finding."""
     try:
         host = cluster.join(slice_, limits=LIMITS)
     except (UserError, TimeoutError, RuntimeError) as error:
@@ -88,12 +79,12 @@ def join(slice_: slices.Slice) -> tuple[Host | None, Finding]:
 
 
 def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_dir: str) -> list[Finding]:
-    """Makes the checks that need all hosts; a check that fails does not stop the others.
+    """Makes the checks that need all hosts, each of which must call it.
 
     Args:
       config: the experiment's configuration.
       host: this host.
-      own: the findings of `own_host`, and that of joining.
+      own: the findings of this host alone.
       run_dir: the run directory.
 
     Returns:
@@ -133,15 +124,9 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
 
 
 def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
-    """Compares the HBM that this experiment's step needs, as recorded in `launch.predictions`, with that of a chip.
+    """Compares the HBM that a step needs, as recorded in `launch.predictions`, with a chip's.
 
-    Args:
-      config: the configuration of the experiment.
-      experiment: the experiment, or one of its phases.
-      limit_bytes: HBM per chip that the runtime reports; None: the value of the slice table is used.
-
-    Returns:
-      The finding; a note if there is no record of the step.
+    `limit_bytes`: HBM per chip that the runtime reports; None: the value of the slice table is used.
     """
     chip = slices.get(experiment.slice).chip
     have, whose = (limit_bytes, "says the runtime") if limit_bytes else (chip.usable_hbm_bytes, "by the slice table")
@@ -160,10 +145,9 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
 
 
 def links(mesh: Mesh, host: Host) -> list[Finding]:
-    """Runs the collectives of `parallel.collectives` on each mesh axis with several devices. All hosts must call it.
+    """Runs collectives on the mesh axes with several devices. All hosts must call it.
 
-    Returns a finding for each of these axes: whether the numbers are right, and the speed on the slowest host. For a
-    mesh of one device, the one finding says that there are none.
+    Returns, for each axis, whether the numbers are right, and the speed on the slowest host.
     """
     bytes_per_chip = _BYTES_PER_CHIP.get(mesh.devices.flat[0].platform, 2**20)
     trips = collectives.trips(mesh, bytes_per_chip=bytes_per_chip)
@@ -195,7 +179,7 @@ def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def on_simulated_hosts(args: argparse.Namespace, slice_: slices.Slice) -> list[Finding]:
-    """Makes the checks of level `hosts` on simulated hosts; starts no host if the configuration has a mistake."""
+    """Makes the checks of level `hosts` on simulated hosts, unless the configuration has a mistake."""
     found = without_devices(args)
     if is_unreadable(found):
         return found
@@ -212,7 +196,7 @@ def on_this_host(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[F
     """Makes the checks that need devices, in the process of one host of the slice.
 
     Returns:
-      The findings, and whether to print them here: on host 0, and on a host that could not join the others.
+      The findings, and whether to print them here.
     """
     own = own_host(is_tpu=slice_.is_tpu and not environment.read("RENGA_SIMULATE"))
     config = loader.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
@@ -225,7 +209,7 @@ def on_this_host(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[F
 
 
 def without_devices(args: argparse.Namespace) -> list[Finding]:
-    """Makes the checks of level `config`, in a separate process that uses no chip."""
+    """Makes the checks of level `config` in a separate process that uses no chip."""
     with tempfile.TemporaryDirectory(prefix="renga-check-") as name:
         file, variables = Path(name) / "config.json", {**os.environ, "JAX_PLATFORMS": "cpu"}
         command = _command(args, file, *flags.passed_on(args, "--simulate"))
@@ -237,7 +221,7 @@ def without_devices(args: argparse.Namespace) -> list[Finding]:
 
 
 def is_unreadable(found: Sequence[Finding]) -> bool:
-    """Returns whether the configuration has a mistake, so that nothing can be checked on hosts."""
+    """Returns whether the configuration has a mistake."""
     return any(finding.name == preflight.CONFIGURATION and not finding.ok for finding in found)
 
 

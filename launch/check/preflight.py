@@ -1,8 +1,6 @@
 """Preflight, the level `config` of a check: the checks that need no device of the slice.
 
-The layout is checked on the compiler's description of the slice, so rows, shapes and degrees are those of the real
-slice. Data that cannot be checked from here (in a bucket, on the hosts' own disks, or behind the network in a dry run)
-are listed in a note.
+The layout is checked on the compiler's description of the slice.
 """
 
 import contextlib
@@ -52,7 +50,7 @@ class Checked(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Returns whether no check failed."""
+        """Whether no check failed."""
         return is_ready(self.findings)
 
 
@@ -65,16 +63,16 @@ def check(
     smoked: bool = False,
     hosts: Hosts = "here",
 ) -> Checked:
-    """Checks configuration, layout, data, run directory and memory; reports mistakes as findings.
+    """Checks configuration, layout, data, run directory and memory.
 
     Args:
       path: the gin file of the experiment.
       bindings: gin bindings that override it.
       slice_name: the slice; None: the one in the experiment's file.
       run_dir: the run directory.
-      smoked: whether the run is a smoke run, whose model is small and whose data may be replaced.
+      smoked: whether the run is a smoke run, with smallest sizes.
       hosts: where the hosts will be: "here", on this machine or unknown; "simulated" on this machine; "shipped to", on
-        a TPU to which the workspace is copied from here; or "dry run", the same without using the network.
+        a TPU to which the workspace is copied; or "dry run", the same without using the network.
     """
     findings: list[Finding] = []
     bound = None
@@ -119,10 +117,7 @@ def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:
 
 
 def _phase(span: Span, findings: list[Finding], *, smoked: bool, hosts: Hosts) -> tuple[Experiment, Program] | None:
-    """Checks layout, memory and data of a phase and, for a full run whose data are here, how many epochs it trains.
-
-    Returns the experiment and its program, as `_bind`; None if the layout does not fit.
-    """
+    """Adds the findings of a phase; returns its experiment and program, or None if the layout does not fit."""
     found: list[Finding] = []
     if bound := _attempt(LAYOUT, lambda: _bind(span.experiment, smoked=smoked), found):
         found += _row_coupling(span.experiment)
@@ -137,7 +132,7 @@ def _phase(span: Span, findings: list[Finding], *, smoked: bool, hosts: Hosts) -
 
 
 def require(path: str, **options: Any) -> Checked:
-    """Returns the result of `check(path, **options)`. Raises UserError with every failed check if one failed."""
+    """Returns the result of `check`; raises UserError if a check failed."""
     checked = check(path, **options)
     if not checked.ok:
         raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
@@ -145,7 +140,7 @@ def require(path: str, **options: Any) -> Checked:
 
 
 def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Finding]) -> _T | None:
-    """Calls `look() -> (result, detail)` and adds the finding; returns the result, or None after a user error."""
+    """Calls `look() -> (result, detail)` and adds the finding; returns None after a user error."""
     try:
         result, detail = look()
     except UserError as error:
@@ -157,7 +152,6 @@ def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Findi
 
 
 def _passed(detail: str, require: Callable[..., object], *arguments: Any) -> Callable[[], tuple[object, str]]:
-    """Returns a `look` for `_attempt`: it calls `require(*arguments)`, which may raise, and returns `detail`."""
     return lambda: (require(*arguments), detail)
 
 
@@ -167,13 +161,6 @@ def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[
 
 
 def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Program], str]:
-    """Returns ((experiment, program), description of the layout), shrunk to a smoke run if `smoked`.
-
-    The program is bound to the compiler's description of the slice.
-
-    Raises:
-      UserError: the layout does not fit the slice.
-    """
     experiment = smoke.shrink(experiment) if smoked else experiment
     program = experiment.bind(mesh.devices_of(slices.get(experiment.slice)))
     where = f"{program.partitioner.strategy.name} on {program.partitioner.slice.name}"
@@ -183,14 +170,12 @@ def _bind(experiment: Experiment, *, smoked: bool) -> tuple[tuple[Experiment, Pr
 
 
 def _sees_run(run_dir: str, hosts: Hosts) -> bool:
-    """Returns whether the run directory that the hosts use can be read from here."""
     return hosts != "dry run" and (paths.is_remote(run_dir) or hosts not in _AWAY)
 
 
 def _checkpoint(
     path: str, config: LoadedConfig, experiment: Experiment, program: Program, run_dir: str, hosts: Hosts
 ) -> Finding:
-    """Checks that a start could continue from the newest checkpoint, as the start does."""
     name = "checkpoint"
     is_away = hosts in _AWAY
     try:
@@ -228,17 +213,12 @@ def _checkpoint(
 
 
 def _row_coupling(experiment: Experiment) -> list[Finding]:
-    """Calls `smoke.require_divisible_rows`; returns its finding, or [] if it compared nothing."""
     found: list[Finding] = []
     _attempt("microbatches", lambda: ((said := smoke.require_divisible_rows(experiment)), said), found)
     return [finding for finding in found if finding.detail]
 
 
 def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding | None:
-    """Checks the parameters that a start reads: from INIT_FROM, or those that the run's newest checkpoint leaves out.
-
-    Reads metadata and headers, but no array. Returns None if there are none and INIT_FROM is empty.
-    """
     is_away, text = hosts in _AWAY, experiment.initialization.init_from
     with contextlib.chdir(environment.WORKSPACE) if is_away else contextlib.nullcontext():
         try:
@@ -260,10 +240,6 @@ def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, 
 def _read_on_resume(
     experiment: Experiment, program: Program, step: int, described: steps.Description, hosts: Hosts
 ) -> Finding | None:
-    """Checks that the source has the frozen parameters that the checkpoint of a step leaves out.
-
-    Returns None if it leaves out none and INIT_FROM is empty.
-    """
     if not (left_out := described.left_out):
         detail = f"not read: the run resumes from step {step:,}"
         return Finding(_INITIAL, True, detail) if experiment.initialization.init_from else None
@@ -276,7 +252,6 @@ def _read_on_resume(
 
 
 def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
-    """Checks that the parameters of INIT_FROM fit the model, and that local ones would be copied to remote hosts."""
     text = experiment.initialization.init_from
     if not _is_visible(text, hosts):
         return Finding(_INITIAL, True, f"not checked: {text}", is_note=True)
@@ -289,19 +264,16 @@ def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts)
 
 
 def _is_visible(place: str, hosts: Hosts) -> bool:
-    """Returns whether the parameters in a place can be checked from here without a download."""
     return not place.startswith("hf://") and not _is_unseen(place, hosts, is_vocabulary=True)
 
 
 def _memories(experiment: Experiment, program: Program, hosts: Hosts, *, with_activations: bool) -> list[Finding]:
-    """Returns two findings: whether the program fits into the memory of a chip, and of a host."""
     wanted = with_activations and program.partitioner.slice.is_tpu
     estimate, why_not = chip_memory.estimate(program) if wanted else (None, "")
     return [chip_memory.check(program, estimate, why_not), _host_memory(experiment, program, hosts, estimate)]
 
 
 def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimate: "Estimate | None") -> Finding:
-    """Checks the memory of one host, or of this machine if it simulates all hosts."""
     slice_, task = program.partitioner.slice, experiment.task
     evaluated = {"eval_batches": experiment.evaluation.eval_batches}
     without = ""
@@ -319,14 +291,11 @@ def _host_memory(experiment: Experiment, program: Program, hosts: Hosts, estimat
 
 
 def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "data") -> list[Finding]:
-    """Checks the data of an experiment, and returns the findings.
-
-    It looks at the task's files without reading documents. If the user's code makes the examples, one example of each
-    source is made.
+    """Checks the data of an experiment.
 
     Args:
       experiment: the experiment.
-      smoked: whether random tokens may replace data that is missing.
+      smoked: whether random tokens may replace missing data.
       hosts: where the hosts will be, as in `check`; files that only they can see are not checked.
       name: name of the finding.
     """
@@ -336,7 +305,6 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
     unseen = [file for file in named if _is_unseen(file, hosts, is_vocabulary=file == vocabulary)]
 
     def seen(problems: Sequence[str]) -> list[str]:
-        """Returns the problems without those of files that are not visible from here."""
         return [one for one in problems if not (isinstance(one, Problem) and one.file in unseen)]
 
     with contextlib.chdir(environment.WORKSPACE) if hosts in _AWAY else contextlib.nullcontext():  # where hosts start
@@ -367,17 +335,12 @@ def data(experiment: Experiment, *, smoked: bool, hosts: Hosts, name: str = "dat
 
 
 def _is_unseen(file: str, hosts: Hosts, *, is_vocabulary: bool) -> bool:
-    """Returns whether a file cannot be checked from here.
-
-    These are files in a bucket (a vocabulary only in a dry run), and absolute paths if the hosts are elsewhere.
-    """
     if paths.is_remote(file):
         return hosts == "dry run" or not is_vocabulary
     return hosts in _AWAY and file.startswith(("/", "~"))
 
 
 def _unused_ids(experiment: Experiment) -> list[Finding]:
-    """Returns a note, in a list, if the model's vocabulary is much larger than that of the data; otherwise []."""
     vocabulary, model = experiment.task.vocabulary, experiment.model
     rows = model.vocab_size if can(model, HasVocabulary) else 0
     if vocabulary is None or rows <= vocabulary.size + _CUSTOMARY_SPARE_IDS:
@@ -391,10 +354,9 @@ def _unused_ids(experiment: Experiment) -> list[Finding]:
 
 
 def run_directory(run_dir: str, slice_: Slice | None, hosts: Hosts) -> list[Finding]:
-    """Checks whether the hosts of the slice can share and write the run directory, and whether a run uses it already.
+    """Checks whether the hosts can share and write the run directory, and whether it is in use.
 
-    It creates nothing. If `slice_` is None, it does not check whether the hosts can share the directory. `hosts` is as
-    in `check`.
+    If `slice_` is None, sharing is not checked. `hosts`: as in `check`.
     """
     name, remote = "run directory", paths.is_remote(run_dir)
     not_shared = ""

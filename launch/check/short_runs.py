@@ -1,7 +1,6 @@
 """The level `slice` of a check: the level `hosts`, the attention kernel, all strategies, and the speed of a slice.
 
-Every part is a command that a user could type, run in a process of its own, so a part that fails, hangs or is killed
-does not affect the others or the report.
+Each of these checks is a command in a process of its own, so one that hangs does not affect the others.
 """
 
 import argparse
@@ -29,11 +28,10 @@ _LAST_LINES = 15
 
 
 def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
-    """Runs all parts in turn. The process that prints the findings also writes them to RUN/check.json.
+    """Runs the checks in turn; writes the findings to RUN/check.json if they are printed here.
 
     Returns:
-      The findings, and whether to print them here: on host 0, and on a host that has findings and does not know its
-        index.
+      The findings, and whether to print them here.
     """
     started, run_dir = time.time(), f"{args.run_dir}/run"
     of_hosts, all_hosts = _check(args, ALL_HOSTS, "--level", "hosts", run_dir=run_dir)
@@ -66,7 +64,6 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
 
 
 def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
-    """Makes a smoke run with a strategy; the finding is a note if the strategy's layout does not fit the slice."""
     name, run_dir = f"strategy {strategy}", f"{args.run_dir}/{strategy}"
     bindings = ("--gin", f"include 'gin/strategies/{strategy}.gin'")
     found, checked = _check(args, name, *bindings, "--part", "small", run_dir=run_dir)
@@ -77,10 +74,7 @@ def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
 
 
 def _check(args: argparse.Namespace, name: str, *words: str, run_dir: str) -> tuple[list[Finding], Finding]:
-    """Runs `launch/run check`; returns the findings that it wrote, and one that says whether it succeeded.
-
-    If the command leaves the findings to another host, the list is empty.
-    """
+    """Runs `launch/run check`; returns its findings ([] if another host has them), and whether it succeeded."""
     options = [*flags.passed_on(args, "--gin", "--simulate"), *words, "--run-dir", run_dir]
     with tempfile.TemporaryDirectory(prefix="renga-check-") as folder:
         file = Path(folder) / "findings.json"
@@ -94,7 +88,6 @@ def _pod(args: argparse.Namespace, run_dir: str, *words: str) -> list[str]:
 
 
 def _judged(name: str, argv: Sequence[str]) -> Finding:
-    """Runs a command of `launch/run` for at most PART_SECONDS, and returns a finding that says whether it succeeded."""
     started = time.monotonic()
     print(f"check: {name}: launch/run {' '.join(argv)}", flush=True)
     code, said = _run(argv)
@@ -107,7 +100,7 @@ def _judged(name: str, argv: Sequence[str]) -> Finding:
 
 
 def _run(argv: Sequence[str]) -> tuple[int | None, str]:
-    """Returns the exit code (None: not within PART_SECONDS) and the output of a command of `launch/run`."""
+    """Returns the exit code (None: not within PART_SECONDS) and the output of a command."""
     command = [*environment.COMMAND, *argv]
     try:
         done = subprocess.run(
@@ -119,10 +112,7 @@ def _run(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def measured(run_dir: str) -> dict[str, float]:
-    """Returns metrics of the newest timed step by name: its number, time, speed, HBM, and predictions.
-
-    Metrics that the step does not have are left out; {} if no step was timed.
-    """
+    """Returns metrics of the newest timed step, by name; {} if no step was timed."""
     timed = [row for row in metrics.read(run_dir).by_step.values() if "step_seconds" in row]
     wanted = ("step", "step_seconds", "mfu", "hbm_gib", "tokens_per_second")
     last = timed[-1] if timed else {}
@@ -130,10 +120,10 @@ def measured(run_dir: str) -> dict[str, float]:
 
 
 def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding], bool]:
-    """Compares the attention kernel with plain attention on this host's chip or, with --simulate, on the CPU.
+    """Compares the attention kernel with plain attention on this host's chip, or on the CPU.
 
     Returns:
-      One finding, in a list, and whether to print it here: on host 0.
+      The finding, and whether to print it here.
     """
     import jax
 

@@ -1,1 +1,1 @@
-"""Commands that need no folder of their own (modules with `COMMAND`), and kinds of `make-dataset` (`DATASETS`)."""
+"""Commands that need no folder of their own, and kinds of `make-dataset`."""

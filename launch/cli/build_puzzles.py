@@ -1,4 +1,4 @@
-"""Makes puzzles for `puzzles.dataset` with `launch/run make-dataset`: sudoku, mazes and ARC."""
+"""Makes puzzles with `launch/run make-dataset`: sudoku, mazes and ARC."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ _OF_CSV = {"sudoku": {"num_test": None}, "maze": {"num_train": None, "num_test":
 
 
 def add_arguments(kind: str, parser: argparse.ArgumentParser) -> None:
-    """Adds arguments; their destinations are the fields of the dataclass of `kind`, such as `SudokuSet`."""
+    """Adds arguments whose destinations are fields of the dataclass of `kind`, such as `SudokuSet`."""
     parser.add_argument("--seed", type=flags.at_least(0), help="same seed, same bytes")
     {"sudoku": _add_sudoku, "maze": _add_maze, "arc": _add_arc}[kind](parser)
 
@@ -73,16 +73,9 @@ def _add_arc(own: argparse.ArgumentParser) -> None:
 
 
 def run(kind: str, given: Mapping[str, Any], out: str) -> int:
-    """Builds a dataset of puzzles, then prints its first puzzle and a summary. Returns 0.
+    """Builds a dataset of puzzles in the folder `out`, and prints a summary.
 
-    Args:
-      kind: "sudoku", "maze" or "arc".
-      given: the arguments on the command line, by destination; the others have their defaults.
-      out: the folder to write, local or gs://.
-
-    Raises:
-      UserError: an argument is out of range, the puzzles to read are invalid or too few, or the folder is not empty or
-        cannot be written.
+    `given`: the arguments on the command line, by destination.
     """
     of_csv = _OF_CSV[kind] if "csv" in given else {}
     recipe = _SETS[kind](**{**_DEFAULTS[kind], **of_csv, **given})
@@ -107,7 +100,6 @@ def run(kind: str, given: Mapping[str, Any], out: str) -> int:
 
 
 def _quantiles(summary: Mapping[str, Any]) -> str:
-    """Returns `; rating 0 to 33 (median 0, p90 4)` for each quantity, joined."""
     ranges = {name: q for name, q in summary.items() if isinstance(q, Mapping)}
     return "".join(
         f"; {name} {q['min']} to {q['max']} (median {q['median']}, p90 {q['p90']})" for name, q in ranges.items()

@@ -1,4 +1,4 @@
-"""Makes questions about images for `vision.questions` with `launch/run make-dataset questions`."""
+"""Makes questions about images with `launch/run make-dataset questions`."""
 
 import argparse
 from collections.abc import Mapping
@@ -32,11 +32,7 @@ def add_arguments(_: str, parser: argparse.ArgumentParser) -> None:
 
 
 def run(_: str, given: Mapping[str, Any], out: str) -> int:
-    """Builds the dataset in the folder `out`, then prints a summary. Returns 0. `given`: the arguments, by name.
-
-    Raises UserError if arguments exclude one another, there is no such dataset, split or field, an example cannot be
-    used, or the folder is already used.
-    """
+    """Builds the dataset in the folder `out`, and prints a summary."""
     source = question_sets.QuestionSet(**given)
     with Progress(TextColumn("{task.description}"), console=terminal.console(80)) as progress:
         bar = progress.add_task("")

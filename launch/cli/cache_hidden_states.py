@@ -1,4 +1,4 @@
-"""Computes the hidden states of a frozen base model once, for many runs that train adapters on it."""
+"""Computes the hidden states of a frozen base model once, for runs that train adapters on it."""
 
 import argparse
 import time
@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the base model and writes its hidden states for every split. Returns 0.
-
-    Raises UserError if --rows is malformed, the folder cannot be written or was begun with other settings, the base or
-    the data cannot be read, or the experiment does not train an adapter of a base on chunks.
-    """
+    """Writes the hidden states of the base model."""
     limits = _limits(args.rows)
     paths.check_writable(args.out)
     loaded_model.choose_devices(None, is_simulated=False)
@@ -77,7 +73,6 @@ def _limits(text: str) -> dict[str, int]:
 
 
 def _stored(base: LoadedModel, model: AdaptedDecoder) -> tuple[Params, int]:
-    """Returns the base's parameters as a run of the adapter stores them, and the checksum that such a run prints."""
     params = jax.tree.map(lambda a: a.astype(model.base_dtype), base.params)
     specs = reading.by_name(base.program.param_specs)
     leaves = {name: leaf for name, leaf in reading.by_name(params).items() if specs[name].kind != "constant"}

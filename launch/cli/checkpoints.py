@@ -1,6 +1,6 @@
-"""`launch/run checkpoints ls|verify|diff|prune`: inspects the checkpoints of a run from any machine that can read them.
+"""`launch/run checkpoints`: lists, verifies, compares or prunes the checkpoints of a run.
 
-It runs in one process and needs neither accelerator nor model. All but `prune` may be used while the run is training.
+All but `prune` may be used while the run is training.
 """
 
 import argparse
@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of the four subcommands.
-
-    Returns the exit code: 1 if `verify` finds damage or `diff` a difference, otherwise 0. Raises UserError if there is
-    no such run or checkpoint.
-    """
+    """Runs a subcommand; returns 1 if `verify` finds damage or `diff` a difference."""
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     return args.action(args)
 

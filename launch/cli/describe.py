@@ -1,4 +1,4 @@
-"""`launch/run describe`: describes a published model from its `config.json`, with the smallest slices for tuning."""
+"""`launch/run describe`: describes a published model from its `config.json`."""
 
 import argparse
 import dataclasses
@@ -41,10 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the description; reads no weights.
-
-    Raises UserError if the folder cannot be read, its model is not supported, or --length exceeds its positions.
-    """
+    """Prints the description; reads no weights."""
     model = pretrained.model(args.folder, remat="full")
     length = _length(model, args.length)
     config = families.read_config(published_files.small_files(args.folder))
@@ -63,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _matrices(model: Transformer) -> tuple[str, ...]:
-    """Returns the names of the mixers' matrices that low-rank adapters can change."""
     mixers = (part for kind in model.layer_kinds for part in kind.mixers)
     return tuple(dict.fromkeys(name for part in mixers for name in part.matrices))
 
@@ -76,7 +72,7 @@ def _length(model: Transformer, asked: int | None) -> int:
 
 
 def _facts(model: Transformer, *, length: int) -> Iterator[tuple[str, str]]:
-    """Yields rows (name, text) of the description; the model's vocabulary must not be padded."""
+    """Yields rows (name, text); the model's vocabulary must not be padded."""
     layers = [parts_of(model.layer_kind(layer)) for layer in range(model.num_layers)]
     yield "layers", _pattern([" + ".join(map(_part, parts.values())) for parts in layers])
     widths = f"embed {model.embed_dim:,}, mlp {model.mlp_dim:,}, heads {model.num_heads} ({model.num_kv_heads} of keys)"
@@ -114,11 +110,6 @@ def _cache_bytes(program: Program, length: int) -> int:
 
 
 def _smallest(model: Any, generation: str, *, length: int) -> str:
-    """Returns the smallest slice of a generation on which a fine-tuning step fits, with GiB per JAX device, as text.
-
-    Slices have at most _MOST_CHIPS devices, whose number divides the width. If no slice fits, or the step cannot be
-    estimated, the text says so.
-    """
     for slice_ in slices.SLICES.values():
         if not slice_.name.startswith(f"{generation}-") or slice_.devices > _MOST_CHIPS:
             continue

@@ -1,4 +1,4 @@
-"""`launch/run export`: writes a run's model as the folder of a published model, which other libraries load."""
+"""`launch/run export`: writes a run's model as the folder of a published model."""
 
 import argparse
 import dataclasses
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder and, with --push, uploads it; raises UserError if the flags or the run do not allow that."""
+    """Writes the folder and, with --push, uploads it."""
     jax.config.update("jax_platforms", "cpu")  # the chips belong to the run
     if args.push:
         published_files.check_name(args.push)
@@ -93,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exporter(run: str, model: Any) -> Callable[[str, Experiment, paths.Path, bool], Exported]:
-    """Returns the function that makes the export of a model. Raises UserError if there is none."""
     if isinstance(model, DecoderConfig):
         return _decoder
     for module in environment.declared("EXPORTS"):
@@ -104,11 +103,6 @@ def _exporter(run: str, model: Any) -> Callable[[str, Experiment, paths.Path, bo
 
 
 def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> None:
-    """Raises UserError unless a step has the parameters that its model needs.
-
-    If the optimizer averages parameters, the step's parameters must be the average: one in the optimizer's state is not
-    exported.
-    """
     saved = warm_start.SavedParameters(step)
     if differences := saved.problems(shapes, specs):
         listed = "\n  ".join(units.shortened(differences, most=warm_start.MOST_LINES))
@@ -122,11 +116,6 @@ def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes
 
 
 def _decoder(run: str, experiment: Experiment, step: paths.Path, is_merged: bool) -> Exported:
-    """Returns the export of a decoder or, if it has adapters and they are not merged, of the adapters alone.
-
-    Raises UserError if no published format has this model, `--merge` is given without adapters, or PEFT cannot load the
-    base of adapters that are not merged.
-    """
     model: Any = experiment.model
     if model.lora is not None and not is_merged:
         _require_base_of_peft(run, experiment)
@@ -146,13 +135,11 @@ def _decoder(run: str, experiment: Experiment, step: paths.Path, is_merged: bool
 
 
 def _step(text: str) -> paths.Path:
-    """Returns the folder of a step of a run. Raises UserError for a published model, which is exported already."""
     saved_run.refuse_published(text)
     return steps.find(text)
 
 
 def _require_base_of_peft(run: str, experiment: Experiment) -> None:
-    """Raises UserError unless the library PEFT can load the base model of a run's adapters."""
     base = experiment.initialization.init_from
     if not _is_published(base):
         raise UserError(f"{run}: its base is {base or 'no published model'!r}, which PEFT cannot load: give --merge")
@@ -165,10 +152,6 @@ def _is_published(base: str) -> bool:
 
 
 def _base(step: paths.Path, experiment: Experiment) -> str:
-    """Returns the published model to which a run's adapters belong.
-
-    If the checkpoint says from where its frozen parameters were read, and that is the hub, the revision is included.
-    """
     left_out = steps.read(step).left_out
     if left_out is not None and left_out.source.startswith(published_files.HUB):
         return left_out.source
@@ -176,10 +159,6 @@ def _base(step: paths.Path, experiment: Experiment) -> str:
 
 
 def _free_folder(text: str) -> paths.Path:
-    """Returns the folder to write, to be created later.
-
-    Raises UserError unless it is local, writable, and new or empty.
-    """
     out = paths.resolve(text)
     if paths.is_remote(out):
         raise UserError(f"--out {text}: expected a local folder; copy it to the bucket afterwards")
@@ -189,14 +168,12 @@ def _free_folder(text: str) -> paths.Path:
 
 
 def _shapes(experiment: Experiment) -> tuple[Any, Any]:
-    """Returns the shapes and the specs of the parameters of an experiment's model, as two trees."""
     is_decoder = isinstance(experiment.model, DecoderConfig)
     spec = streams.batch_spec(1, length=8) if is_decoder else experiment.task.spec(experiment.batch_size)
     return logical.abstract_init(experiment.model.init, jax.random.key(0), batch_shapes(spec))
 
 
 def _of(params: Any, paths_: Collection[str]) -> Any:
-    """Returns the tree of the parameters with these paths."""
     kept = {
         module: {name: leaf for name, leaf in leaves.items() if f"{module}/{name}".removeprefix("~/") in paths_}
         for module, leaves in params.items()
@@ -205,12 +182,7 @@ def _of(params: Any, paths_: Collection[str]) -> Any:
 
 
 def _reader(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> Read:
-    """Returns a function that reads a parameter from a checkpoint, given its path, and a layer or None for all layers.
-
-    Parameters that the checkpoint leaves out are read from their source, in float32, even if the run holds them in a
-    smaller dtype. All of them are first checked against the run's fingerprints, so that a wrong source is an error
-    before anything is written.
-    """
+    """Returns a reader of parameters; those that the checkpoint leaves out are checked before anything is written."""
     arrays, described = Arrays(step), steps.read(step)
 
     def read(path: str, layer: int | None) -> np.ndarray:
@@ -237,11 +209,7 @@ def _reader(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -
 
 
 def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the special ids for config.json, and the content of generation_config.json.
-
-    The first is empty if the task has no vocabulary. The second is empty unless its vocabulary is a published
-    tokenizer's.
-    """
+    """Returns the special ids for config.json, and the content of generation_config.json."""
     task = experiment.spans()[-1].experiment.task
     vocabulary = task.vocabulary
     if vocabulary is None:
@@ -257,7 +225,6 @@ def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _write_small_files(experiment: Experiment, exported: Exported, out: paths.Path) -> None:
-    """Writes `exported.files` and, if the vocabulary is a published tokenizer's, its files and generation settings."""
     for name, content in exported.files.items():
         (out / name).write_text(content)
     vocabulary = experiment.task.vocabulary

@@ -82,13 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the model, continues the prompts, and prints or writes the continuations; without prompts, converses.
-
-    Returns 0.
-
-    Raises:
-      UserError: flags exclude one another or are out of range, or the model or the prompts cannot be used.
-    """
+    """Continues prompts, and prints or writes the continuations; without prompts, converses."""
     for name in ("top_p", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")
@@ -175,11 +169,6 @@ def _prompts(args: argparse.Namespace) -> list[str | list[int]]:
 
 
 def _read(file: str, *, is_chat: bool) -> list[str | list[int]]:
-    """Reads the prompts of a file of JSON lines; blank lines are skipped.
-
-    Raises:
-      UserError: the file cannot be read, has no prompts, or a line is malformed.
-    """
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeError) as error:
@@ -214,20 +203,17 @@ def _line(model: loaded_model.LoadedModel, prompt: str | list[int], found: loade
 
 
 def _print(prompts: Sequence[str | list[int]], done: int, found: Sequence[loaded_model.Text]) -> None:
-    """Prints each answer below its prompt; the first `done` prompts were answered before."""
     for number, one in enumerate(found, done + 1):
         of = f"prompt {number} of {len(prompts)}: {_shortened(prompts[number - 1])}"
         print(f"{of}\n{terminal.printable(one.text)}\n", flush=True)
 
 
 def _shortened(prompt: str | list[int]) -> str:
-    """Returns a prompt as one line of at most _SHOWN characters."""
     text = " ".join(prompt.split()) if isinstance(prompt, str) else ",".join(map(str, prompt))
     return terminal.printable(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…")
 
 
 def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], options: Mapping[str, Any]) -> Any:
-    """Returns everything that the answers depend on; they do not depend on the layout."""
     vocabulary = None if model.vocabulary is None else model.vocabulary.size
     params = model.params if model.sight is None else (model.params, model.sight.params)
     numbers = reading.fingerprints(reading.by_name(params))
@@ -238,14 +224,7 @@ def _inputs(model: loaded_model.LoadedModel, ids: Sequence[Sequence[int]], optio
 
 
 class _Answers:
-    """The file of answers; until all prompts are done, lines are appended to a file beside it.
-
-    The name of that file contains a hash of everything that the answers depend on. Therefore the same command continues
-    it.
-
-    Attributes:
-      done: number of prompts whose answers an interrupted command has written.
-    """
+    """The file of answers, which the same command continues after an interruption."""
 
     def __init__(self, path: Path, prompts: int, inputs: Any):
         digest = hashlib.sha256(identity.text(inputs).encode()).hexdigest()[:8]
@@ -259,10 +238,8 @@ class _Answers:
             self._partial.write_bytes(whole)
 
     def add(self, lines: list[str]) -> None:
-        """Appends the answers of a batch."""
         with self._partial.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
     def finish(self) -> None:
-        """Gives the complete file its final name."""
         self._partial.replace(self._path)

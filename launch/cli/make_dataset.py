@@ -1,6 +1,6 @@
-"""`launch/run make-dataset KIND`: writes the files of a dataset; a module in a folder of launch/ makes each kind.
+"""`launch/run make-dataset KIND`: writes the files of a dataset.
 
-Such a module has `DATASETS` (the names of its kinds, on one line), `EXAMPLE`, `add_arguments(kind, parser)` and
+A module that makes kinds has `DATASETS` (their names, on one line), `EXAMPLE`, `add_arguments(kind, parser)` and
 `run(kind, given, out)`. `given` maps the arguments on the command line, by destination, to their values.
 """
 
@@ -30,6 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds the dataset, then prints a summary. Raises UserError if its source, a setting or the folder is invalid."""
+    """Builds the dataset, and prints a summary."""
     given = {name: value for name, value in vars(args).items() if name not in ("built", "out")}
     return _KINDS[args.built].run(args.built, given, args.out)

@@ -1,8 +1,7 @@
 """`launch/pod.sh`: trains an experiment on a slice, wherever that slice is.
 
-The same command line works in three places. On a host with TPUs or GPUs it trains as this host's process of the run;
-from a workstation it reaches all hosts through gcloud; with --simulate it simulates them on this machine. If none
-applies, the error lists what was examined. The slice `local` stands for the GPUs, or the CPU, of this machine.
+On a host with TPUs or GPUs it trains there; from a workstation it reaches all hosts through gcloud; with --simulate it
+simulates them.
 """
 
 from __future__ import annotations
@@ -85,13 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs an action of pod.sh, or trains in the place that the flags and this machine select; returns the exit code.
-
-    It does not return if another command takes over this process.
-
-    Raises UserError if flags are missing or exclude one another, no such place is found, or a check before the start
-    fails.
-    """
+    """Runs an action of pod.sh, or trains in the place that the flags select."""
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
     if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):
@@ -138,7 +131,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
-    """Raises UserError for two flags that exclude each other."""
     exclusive = [("simulate", "tpu"), ("simulate", "dry_run")]
     exclusive += [("tune", other) for other in ("restarts", "steps", "check")]
     exclusive += [("check", other) for other in (["dry_run"] if args.check == "config" else ["steps", "restarts"])]
@@ -149,7 +141,6 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 
 def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
-    """Returns the command line's bindings and, after them, those that --scale-from adds, which are also printed."""
     from launch import scaling
 
     found = scaling.bindings(args.experiment, slice_name=slice_.name, scale_from=args.scale_from, given=args.gin)
@@ -158,7 +149,6 @@ def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
 
 
 def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:
-    """Raises UserError for given flags that are not in `read`."""
     words = ("target", "experiment", *read)
     if unused := [f"--{name.replace('_', '-')}" for name, value in vars(args).items() if value and name not in words]:
         command = " ".join(filter(None, (args.target, args.experiment, args.simulate and "--simulate")))
@@ -166,10 +156,6 @@ def _refuse_unused(args: argparse.Namespace, read: Sequence[str]) -> None:
 
 
 def _of_a_run(args: argparse.Namespace) -> int:
-    """Performs an action on a run directory: profile, logs or tensorboard.
-
-    Raises UserError if profile names no run, or a given flag is not used.
-    """
     from core.training import profile_request
     from launch.hosts import logs
 
@@ -184,10 +170,6 @@ def _of_a_run(args: argparse.Namespace) -> int:
 
 
 def _of_a_tpu(args: argparse.Namespace) -> int:
-    """Performs an action on the TPU that --tpu or TPU_NAME names, or on the run there.
-
-    Raises UserError if none is named, the words after the action do not fit it, or a given flag is not used.
-    """
     _refuse_unused(args, _READ_BY[args.target])
     needs_slice = args.target in ("create", "queue")
     tpus = gcloud.find_tpus(args.tpu, args.zone, args.project)
@@ -224,7 +206,6 @@ def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
 
 
 def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """Trains on this host: in this process, or in a child process if this one must restart it or send alerts."""
     if slice_.generation == "cpu":
         os.environ |= environment.ON_CPUS | os.environ
     options = flags.passed_on(args, "--gin", "--run-dir", "--steps", "--check", "--tune")
@@ -242,11 +223,6 @@ def _train_here(args: argparse.Namespace, slice_: slices.Slice) -> int:
 def _supervised(
     attempt: Callable[[list[int]], int], *, run_directory: str, restarts: int, host: int | None = None
 ) -> int:
-    """Runs `attempt(stop_requests)`, again if a restart can help; sends an alert after each failure.
-
-    `host` is the index of this host, which the alert names; None: the attempt is of all hosts, or the index is not
-    known.
-    """
     with alerts.watching(run_directory, host=host) as report, supervise.stop_requests() as requested:
 
         def told() -> int:
@@ -297,7 +273,6 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
 
 
 def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: str, hosts: str) -> preflight.Checked:
-    """Runs the preflight before anything starts; raises UserError listing every failed check."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from launch.check import preflight
 
@@ -314,7 +289,6 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
 def _is_finished(
     args: argparse.Namespace, checked: preflight.Checked, run_directory: str, *, is_elsewhere: bool = False
 ) -> bool:
-    """Returns whether nothing is left to train, and prints it; False for smoke runs and --tune, which never resume."""
     from launch.runs import continuation
 
     if args.check or args.tune:
@@ -331,13 +305,13 @@ def _run_directory(args: argparse.Namespace, slice_: slices.Slice) -> str:
 
 
 def _from_workspace(directory: str) -> str:
-    """Returns `directory` relative to the workspace if it is inside, as the hosts' workspace is at another path."""
+    """Returns a directory inside the workspace relative to it: the hosts' workspace is at another path."""
     path = Path(directory)
     return str(path.relative_to(environment.WORKSPACE)) if path.is_relative_to(environment.WORKSPACE) else directory
 
 
 def _become(arguments: list[str]) -> int:
-    """Replaces this process with another command, which then receives signals and sets the exit code."""
+    """Replaces this process, so that the command receives its signals and sets the exit code."""
     sys.stdout.flush()
     os.execv(environment.COMMAND[0], [*environment.COMMAND, *arguments])
 

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the profiles of all hosts and prints them. Raises UserError if there is no such session, or it is empty."""
+    """Prints a summary of the profiles of all hosts."""
     session, hosts = profile_reader.read_session(args.run_dir, args.session)
     console = terminal.console(120)
     console.print(f"[bold]{session}[/bold]: {_steps(hosts)} on {units.counted(len(hosts), 'host')}")

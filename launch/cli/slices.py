@@ -18,10 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one slice, or all slices whose generation begins with the given text.
-
-    Raises UserError if there is no such slice.
-    """
+    """Prints one slice, or those whose generation begins with the given text."""
     generations = [s for s in slices.SLICES.values() if s.generation.startswith(args.name)]
     chosen = generations or [slices.get(args.name)]
     table = Table("slice", "chips", "JAX devices", "hosts", "topology", "wraparound", "bf16 peak", "HBM", box=None)

@@ -28,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs TensorBoard until it is stopped, and returns its exit code; harmless messages of TensorFlow are left out.
-
-    Raises:
-      UserError: TensorBoard is not installed, or the folder is missing or has neither event files nor profiles.
-    """
+    """Runs TensorBoard until it is stopped, and returns its exit code."""
     extras.require("tensorboard", extra="tensorboard", what="launch/run tensorboard")
     run_dir = paths.resolve(args.run_dir)
     _require_events(run_dir)
@@ -41,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_events(folder: paths.Path) -> None:
-    """Raises UserError unless a folder has something that TensorBoard shows: event files or profiles."""
     if not folder.exists():
         raise UserError(f"there is no folder {folder}: name a run directory, or a folder that contains several")
     found = paths.sizes(folder) if paths.is_remote(folder) else (path.name for path in Path(folder).rglob("*"))
@@ -54,11 +49,7 @@ def _require_events(folder: paths.Path) -> None:
 
 @contextlib.contextmanager
 def _labeled(run_dir: paths.Path) -> Iterator[paths.Path | Path]:
-    """Yields the folder to show: for one run on a local disk, a temporary one with a link to its events.
-
-    TensorBoard labels a run by the path of its events in that folder, which would be `tensorboard` for every run. The
-    link has the name of the run directory.
-    """
+    """Yields the folder to show; a link with the run's name gives TensorBoard its label."""
     events = run_dir / metrics.TENSORBOARD_NAME
     if paths.is_remote(run_dir) or not events.is_dir():
         yield run_dir

@@ -1,4 +1,4 @@
-"""`launch/run tokenize`: converts text, or a registered seqio task, to ids once, for `text.tokens` or `text.seqio`."""
+"""`launch/run tokenize`: converts text, or a registered seqio task, to ids once."""
 
 import argparse
 import os
@@ -81,11 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the cache, with progress, and prints what it holds. Returns 0.
-
-    Raises UserError if flags are missing or exclude one another, what they name cannot be used, or another command is
-    writing the cache.
-    """
+    """Writes the cache, and prints a summary."""
     if args.task:
         return _run_task(args)
     if alone := [f"--{name.replace('_', '-')}" for name in _OF_TASKS if getattr(args, name) is not None]:
@@ -118,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_task(args: argparse.Namespace) -> int:
-    """Writes the cache of a registered seqio task; raises UserError as `run`."""
     if alone := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name) not in (None, [], False)]:
         raise UserError(f"{' and '.join(alone)} cannot be given with --task, which defines its own sources and ids")
     if args.length is None:
@@ -152,10 +147,6 @@ def _run_task(args: argparse.Namespace) -> int:
 
 
 def _filters(args: argparse.Namespace) -> Filters:
-    """Returns the filters of documents.
-
-    Raises UserError if --exclude-words or --exclude-characters is given without --exclude.
-    """
     words, characters = args.exclude_words, args.exclude_characters
     if (words or characters) and not args.exclude:
         raise UserError("--exclude-words and --exclude-characters belong to --exclude, which names the evaluation sets")
@@ -165,7 +156,6 @@ def _filters(args: argparse.Namespace) -> Filters:
 
 
 def _similarity(text: str) -> float:
-    """Converts the value of --deduplicate. Raises ArgumentTypeError if it is not a number in the allowed range."""
     least, most = near_duplicates.LEAST_SIMILARITY, near_duplicates.MOST_SIMILARITY
     try:
         value = float(text)
@@ -181,7 +171,6 @@ def _say(text: str) -> None:
 
 
 def _require_free(out: str) -> None:
-    """Raises UserError if the folder has other files but no token cache."""
     folder = paths.resolve(out)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names - {run_lock.FILE} and not names & {token_cache.COMPLETE, token_cache.STARTED}:
@@ -190,7 +179,6 @@ def _require_free(out: str) -> None:
 
 
 def _summarize(out: str, about: Mapping[str, Any]) -> None:
-    """Prints how many documents, tokens and bytes were read, were left out for each reason, and are in each split."""
     left_out = {_LEFT_OUT[key]: counts for key, counts in about["left_out"].items() if counts["documents"]}
     rows = {"read": [*about["splits"].values(), *left_out.values()]}
     rows |= {f"- {why}": [counts] for why, counts in left_out.items()}

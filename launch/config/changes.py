@@ -1,4 +1,4 @@
-"""Writes gin statements that change fields of an experiment or of its model, whatever constructors its files use."""
+"""Writes gin statements that change fields of an experiment or of its model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,10 +27,9 @@ class Changes:
         self._values = {binding.name: binding.value for binding in config.bindings}
 
     def constructor(self, field: str) -> str | None:
-        """Returns the constructor in which a field of the model is bound, such as `transformer.Transformer`.
+        """Returns the constructor that takes a field of the model, such as `transformer.Transformer`.
 
-        It is looked for inside wrappers, and inside functions that change a model. None if it is not found, or if a
-        call on the way to it has a gin scope.
+        The result is None if it was not found.
         """
         path = wrappers.field_path(self._model, field)
         if path is None:
@@ -47,16 +46,12 @@ class Changes:
         return None
 
     def _called(self, value: Any) -> Reference | None:
-        """Returns a value, or the value of the macro that it is, if that is a constructor call without a scope.
-
-        Otherwise returns None.
-        """
         while isinstance(value, Macro):
             value = self._values.get(value.name)
         return value if isinstance(value, Reference) and value.evaluate and not value.scope else None
 
     def of_model(self, field: str, value: str) -> list[str]:
-        """Returns the statements that bind a field of the model to a value, given as gin text.
+        """Returns the gin statements that bind a field of the model; `value` is gin text.
 
         `constructor(field)` must not be None.
         """
@@ -65,11 +60,7 @@ class Changes:
         return [self._config.import_line(home.partition(".")[0]), f"{home}.{field} = {value}"]
 
     def of_experiment(self, field: str, value: str) -> list[str]:
-        """Returns the statements that bind a field of the experiment to a value, given as gin text.
-
-        If the field is bound to the macro of its name (`batch_size = %BATCH_SIZE`), the macro is bound, because other
-        statements may use it too.
-        """
+        """Returns the gin statements that bind a field of the experiment; `value` is gin text."""
         macro = field.upper()
         if self._values.get(f"{self._home}.{field}") == Macro(macro):
             return [f"{macro} = {value}"]
@@ -77,7 +68,7 @@ class Changes:
 
 
 def file(statements: Sequence[str], *, header: Sequence[str]) -> str:
-    """Returns the text of a gin file with these statements, to be included after the other files."""
+    """Returns the text of a gin file with these statements."""
     imports = sorted({s for s in statements if s.startswith(("from ", "import "))})
     rest = [s for s in statements if s not in imports]
     comment = [f"# {line}" for line in header]

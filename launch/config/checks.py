@@ -1,9 +1,8 @@
-"""Finds all mistakes in a configuration at once, and selects the bindings that have an effect.
+"""Finds the mistakes in a configuration, and the bindings that have an effect.
 
-A configuration is a graph: macros and constructors are its nodes, and bound values are its edges. Nodes that cannot be
-reached from the root have no effect. A walk over the graph predicts which constructors gin will call, without calling
-them. All checks run, whether or not others have failed. Bindings that only seem missing or unused because of a
-misspelled name or a syntax error are, as far as that can be guessed, not reported.
+Macros and constructors are the nodes of a graph, and bound values its edges. The root is the constructor of the object
+to build; nodes that cannot be reached from it have no effect. A walk over the graph predicts which constructors gin
+will call.
 """
 
 import collections
@@ -37,11 +36,10 @@ class Configuration:
     """All bindings of a configuration, with names resolved to constructors.
 
     Attributes:
-      reader: the sources: files and flags, as read.
-      root: the constructor of the object that the configuration builds.
-      defaults: the name of the file that declares the macros.
-      known: valid macro names: those declared in `defaults`, those that are both defined and read, and those that are
-        defined or read and also occur in a statement with a syntax error.
+      reader: files and flags, as read.
+      root: constructor of the object that the configuration builds.
+      defaults: name of the file that declares the macros.
+      known: valid macro names.
       bindings: all bindings, in the order in which they apply.
       by_name: bindings by their left-hand side; the last one of each list takes effect.
       final: the last binding of each left-hand side, in order.
@@ -64,21 +62,21 @@ class Configuration:
 
     @property
     def is_without_defaults(self) -> bool:
-        """Whether nothing is bound to the root, and the file with the defaults is not included either."""
+        """Whether nothing is bound to the root, and the file with the defaults is not included."""
         return self.defaults not in self.reader.sources and not self.bound(self.root, ())
 
     def is_doubtful(self, name: str) -> bool:
-        """Returns whether a name resembles an unknown name, or a word of a statement with a syntax error."""
+        """Returns whether a name resembles one that could not be resolved or read."""
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
-        """Returns a constructor's bindings that apply in a scope, by parameter; inner scopes override outer ones."""
+        """Returns a constructor's bindings in a scope, by parameter; inner scopes override outer ones."""
         outer = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
         found = [b for b in self._by_node.get(node, ()) if b.scope in outer]
         return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}
 
     def origin(self, binding: Binding) -> Binding:
-        """Follows macros from a binding to the binding that contains the value, or to the last macro that is bound."""
+        """Follows macros from a binding, as far as they are bound, and returns the last binding."""
         for _ in self.macros:
             if isinstance(binding.value, Macro):
                 binding = self.macros.get(binding.value.name, binding)
@@ -86,10 +84,9 @@ class Configuration:
 
 
 def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[Binding]]:
-    """Returns all mistakes in a configuration, notes about unused bindings that are no mistake, and effective bindings.
+    """Returns the mistakes, notes about displaced bindings, and the bindings that take effect.
 
-    A note is about a binding that another choice has made unused, such as one of a parameter of another optimizer. A
-    binding is effective if it is the last one with its left-hand side and can be reached from the root.
+    A displaced binding is one that another choice made unused, such as one of another optimizer.
     """
     scopes, faults = _walk(config)
 
@@ -112,14 +109,7 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
 
 
 def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigProblem]]:
-    """Visits all macros and constructors that are reachable from the root, in the scopes in which gin will use them.
-
-    gin calls `@scope/name()` in that scope, and `@name()` in the scope of the reference; a macro is replaced by its
-    value.
-
-    Returns:
-      The scopes in which each macro and constructor is used; and problems: missing values and circular references.
-    """
+    """Returns the scopes in which gin will use each macro and constructor, and the problems found."""
     scopes: dict[Any, set[Scope]] = collections.defaultdict(set)
     problems: list[ConfigProblem] = []
     visited: set[tuple[Any, Scope, bool]] = set()
@@ -153,11 +143,7 @@ def _walk(config: Configuration) -> tuple[Mapping[Any, set[Scope]], list[ConfigP
 
 
 def _displaced(config: Configuration, unused: Iterable[Binding]) -> Iterator[tuple[Binding, Binding]]:
-    """Yields unused bindings, each with the binding that made it unused.
-
-    For example, `OPTIMIZER = @optimizers.lion()` displaces an `OPTIMIZER = @optimizers.adamw()` of an earlier source;
-    bindings of adamw's parameters, and macros that only they read, are then unused.
-    """
+    """Yields displaced bindings, each with the one that displaced it, such as another `OPTIMIZER`."""
     edges = {node: _mentions(found) for node, found in _grouped(config.bindings, _node).items()}
     choices = []  # final bindings, each with the nodes that were reachable from the bindings it replaced
     for *earlier, final in config.by_name.values():
@@ -177,7 +163,6 @@ def _displaced(config: Configuration, unused: Iterable[Binding]) -> Iterator[tup
 def _lacking(
     config: Configuration, target: Constructor, scope: Scope, bound: Mapping[str, Binding], at: Binding
 ) -> Iterator[ConfigProblem]:
-    """Yields problems for required parameters that are not bound, or are bound to a macro without a value."""
     for name, parameter in target.parameters.items():
         is_missing = parameter.default is parameter.empty and name not in bound
         if is_missing and not config.is_doubtful(f"{target}.{name}"):
@@ -192,7 +177,6 @@ def _lacking(
 
 
 def _without_defaults(config: Configuration) -> ConfigProblem:
-    """Returns the problem of an experiment that does not include the file which gives its root all values."""
     needed = [name for name, parameter in config.root.parameters.items() if parameter.default is parameter.empty]
     return ConfigProblem(
         config.reader.experiment,
@@ -204,7 +188,6 @@ def _without_defaults(config: Configuration) -> ConfigProblem:
 
 
 def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for macros that are neither declared nor read, and for macros that are read but not defined."""
     for binding in config.bindings:
         if binding.is_macro and binding.name not in config.known:
             close = nearest(binding.name, config.known)
@@ -224,7 +207,6 @@ def _unknown_macros(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for names bound twice in one file, where gin would silently use the second value."""
     first: dict[Any, Binding] = {}
     for binding in config.bindings:
         before = first.setdefault((binding.file, *_key(binding)), binding)
@@ -235,7 +217,6 @@ def _duplicates(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for bindings that a file included below them overrides without a message."""
     for bindings in config.by_name.values():
         for before, after in itertools.pairwise(bindings):
             if before.file in config.reader.sources[after.file].ancestors:
@@ -245,7 +226,6 @@ def _too_early(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _parameters(config: Configuration) -> Iterator[ConfigProblem]:
-    """Yields problems for parameters that the constructor does not have."""
     for binding in filter(_is_no_parameter, config.bindings):
         names = binding.target.parameters
         close = nearest(binding.parameter, names)
@@ -255,7 +235,6 @@ def _parameters(config: Configuration) -> Iterator[ConfigProblem]:
 
 
 def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[ConfigProblem]:
-    """Yields problems for values that do not fit the annotation of their parameter."""
     for binding in bindings:
         parameter = binding.target.parameters.get(binding.parameter) if binding.target else None
         if parameter is None:
@@ -278,7 +257,6 @@ def _no_effect(binding: Binding) -> ConfigProblem:
 
 
 def _key(binding: Binding) -> tuple[Any, str, str]:
-    """Returns a key that is equal for bindings with the same left-hand side."""
     return (binding.target or binding.selector, binding.scope, binding.parameter)
 
 
@@ -297,7 +275,6 @@ def _expected(target: Constructor, parameter: str) -> str:
 
 
 def _mentions(bindings: Iterable[Binding]) -> list[Any]:
-    """Returns the macros and constructors that the values of the bindings refer to."""
     found = [x.name if isinstance(x, Macro) else getattr(x, "target", None) for b in bindings for x in leaves(b.value)]
     return [node for node in found if node is not None]
 
@@ -310,5 +287,4 @@ def _grouped(bindings: Iterable[Binding], by: Callable[[Binding], Any]) -> Mappi
 
 
 def _layer(binding: Binding) -> str:
-    """Returns the name of a binding's source; all flags of the command line are one source, "--"."""
     return "--" if is_flag(binding.file) else binding.file

@@ -13,7 +13,7 @@ _SPELLING = ("text.python_source", "text.seqio")
 
 
 class Difference(NamedTuple):
-    """A setting in which two configurations differ, with the two values as text; None: not bound."""
+    """A setting in which two configurations differ, with both values as text; None: not bound."""
 
     name: str
     before: str | None
@@ -29,12 +29,10 @@ class Difference(NamedTuple):
 
 
 def between(before: str, after: Settings | str) -> list[Difference]:
-    """Returns the settings in which two configurations (canonical texts or `Settings`) differ, sorted by name.
+    """Returns the settings in which two configurations differ, sorted by name.
 
-    A macro that is missing in one of them, because it was introduced later, has the value that `gin/defaults.gin`
-    declares. A parameter that is missing in one of them is not a difference if the other binds it to a macro, because
-    macros are compared themselves. `renga.Trainer` saves texts of comments alone (`# batch_size = 8`); their values are
-    compared by name, too.
+    They are canonical texts or `Settings`. A macro that one of them lacks has its value in `gin/defaults.gin`, if any.
+    A parameter that one of them binds to a macro, and the other does not bind, is left out.
     """
     old, new = _values(before), _values(after) if isinstance(after, str) else _rendered(after)
     declared = _values(declared_text())
@@ -48,7 +46,7 @@ def between(before: str, after: Settings | str) -> list[Difference]:
 
 
 def among(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Returns, for each canonical text, the values of its settings that not all texts share, by name."""
+    """Returns, for each canonical text, the settings that not all texts share."""
     every = [_values(text) for text in texts]
     names = sorted({name for values in every for name in values})
     differing = [name for name in names if len({values.get(name) for values in every}) > 1]
@@ -56,9 +54,9 @@ def among(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def is_same(before: str, after: str, *, ignoring: Collection[str] = ()) -> bool:
-    """Returns whether two canonical texts have the same imports, and the same settings except those in `ignoring`.
+    """Returns whether two canonical texts have the same settings, except those in `ignoring`.
 
-    An import of one of this project's modules may be in one of the texts only, because new macros may name it.
+    Imports of the user's own modules count, too.
     """
     if before == after:
         return True
@@ -78,10 +76,6 @@ def _values(text: str) -> Mapping[str, str]:
 
 
 def _rendered(settings: Settings) -> dict[str, str]:
-    """Returns the values as text by name.
-
-    `text.python_source`, of older texts, is written as `text.seqio` with the name of that task.
-    """
     found = {binding.name: render(binding.value) for binding in settings.bindings}
     if "text.seqio.name" not in found and any("text.python_source." in name for name in found):
         found = {name.replace(*_SPELLING): value.replace(*_SPELLING) for name, value in found.items()}

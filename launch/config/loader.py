@@ -1,11 +1,9 @@
-"""Loads an experiment file: checks it and builds its object with gin, or raises an error that lists all mistakes.
+"""Loads an experiment file: checks it and builds its object with gin, or lists the mistakes.
 
-    sources     gin's parser reads files and flags into statements with their file and line, in the order in which they
-                apply
+    sources     gin's parser reads files and flags into statements with their file and line
     moved       old names and values are replaced by the current ones
     names       names become constructors, through the imports of each file
-    checks      find mistakes that gin accepts: a misspelled macro, a value bound twice, a number in quotes, a parameter
-                of a strategy that is not in use; bindings without effect are left out
+    checks      find mistakes that gin accepts, such as a misspelled macro; bindings without effect are left out
     build       gin gets the constructors and their values, and calls them. It gets macros replaced by their values,
                 because it would evaluate a macro in the macro's own scope
 
@@ -66,7 +64,7 @@ class Settings:
 
     @functools.cached_property
     def text(self) -> str:
-        """The canonical gin text: configurations with equal texts build equal objects."""
+        """The canonical gin text."""
         imports = [import_line(sources.DYNAMIC_REGISTRATION), *map(self.import_line, self.imports)]
         macros, parameters = ([str(b) for b in self.bindings if b.is_macro is kind] for kind in (True, False))
         return "\n".join([*imports, "", *macros, "", *parameters]) + "\n"
@@ -78,10 +76,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class LoadedConfig(Settings):
-    """A valid configuration.
-
-    Its `text` can be loaded as an experiment file. Each of its `bindings` has the file and line where it was written.
-    """
+    """A valid configuration, whose `text` can be loaded as an experiment file."""
 
     experiment: str  # the name of the experiment file
     notes: tuple[str, ...]  # sentences for the user: bindings that are left out because of a later source
@@ -117,7 +112,6 @@ class LoadedConfig(Settings):
             raise ConfigError(self.experiment, [self._refusal(error)]) from error
 
     def _refusal(self, error: BaseException) -> ConfigProblem:
-        """Converts the ValueError of a constructor to a problem at the file and line of the values that it got."""
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals is vars(gin_engine))
         calls = [frame.f_locals["current_selector"] for frame in frames if "current_selector" in frame.f_locals]
         while getattr(type(error).__str__, "__module__", "") == gin_utils.__name__:  # a copy with a longer message
@@ -133,7 +127,6 @@ class LoadedConfig(Settings):
 
 
 def _named(binding: Binding) -> list[Binding | Reference]:
-    """Returns what names constructors: the references in a binding, and the binding itself if it binds a parameter."""
     references = [leaf for leaf in leaves(binding.value) if isinstance(leaf, Reference)]
     return [*references] if binding.is_macro else [binding, *references]
 
@@ -158,23 +151,22 @@ def load(
 ) -> LoadedConfig:
     """Reads an experiment file and checks it.
 
-    Later sources override earlier ones: the file with its includes, TPU_MESH_CONFIG with TPU_AXIS_NAMES as bindings
-    (if `text` is None or `of_environment`), `between`, `bindings`, `slice_name`.
+    Later sources override earlier ones: the file with its includes, TPU_MESH_CONFIG, `between`, `bindings`,
+    `slice_name`.
 
     Args:
       path: the experiment file, relative to the working directory or the top of the workspace, or gs://.
-      text: the content of the file; None: it is read. Files that a text, or a file in a bucket, includes are searched
-        for in the workspace, then in the working directory.
-      bindings: gin statements; they may use the experiment's imports and the public modules of this workspace.
-      slice_name: value for the macro SLICE, which overrides the file and `bindings`; None: theirs.
-      root, defaults: full name of the constructor of the root object, and the file that declares the macros.
+      text: the content of the file; None: it is read.
+      bindings: gin statements; they may use the imports of the file.
+      slice_name: value for the macro SLICE; None: it is not changed.
+      root: full name of the constructor of the object to build.
+      defaults: the file that declares the macros.
       between: further gin texts, by their names in messages.
-      trust: what the file may name if it is the configuration of a run, which a stranger may have written; such a file
-        cannot include files or import modules beside it. None: the file is the user's own, and may name anything.
-      of_environment: whether the variables TPU_MESH_CONFIG and TPU_AXIS_NAMES also apply to a given `text`.
+      trust: what the configuration of a run may name; None: the file is the user's own, and may name anything.
+      of_environment: whether TPU_MESH_CONFIG also applies to a given `text`.
 
     Raises:
-      UserError: there is no such file, an environment variable is malformed, or there are mistakes; lists all of them.
+      UserError: there is no such file, or there are mistakes.
     """
     mesh = environment.mesh_bindings() if (text is None or of_environment) and root == ROOT else ()
     if mesh:
@@ -207,12 +199,12 @@ def load(
 
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:
-    """Returns the names of the macros that the file `defaults`, a path in the workspace, declares."""
+    """Returns the names of the macros that the file `defaults` declares."""
     return _macros(declared_text(defaults))
 
 
 def declared_text(defaults: str = DEFAULTS) -> str:
-    """Returns the text of the file `defaults`, a path in the workspace, which declares the macros."""
+    """Returns the text of the file `defaults`, a path in the workspace."""
     return (sources.WORKSPACE / defaults).read_text(encoding="utf-8")
 
 
@@ -222,10 +214,9 @@ def _macros(text: str) -> frozenset[str]:
 
 
 def parse(text: str) -> Settings:
-    """Parses a canonical text, such as the config.gin of a run, without importing the modules that it names.
+    """Parses a canonical text, such as the config.gin of a run, without importing modules.
 
-    Old names and values (`launch.config.moved`) become the current ones. A text that is not valid gin raises what
-    `sources.parse` raises.
+    Old names and values become the current ones.
     """
     statements = sources.parse(text)
     read = {"": sources.Source([s for s in statements if isinstance(s, ImportStatement)], ())}
@@ -237,10 +228,6 @@ def parse(text: str) -> Settings:
 
 
 def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
-    """Reads the experiment file, or `text` in place of its content; returns its folder.
-
-    Raises ConfigError if there is no such file.
-    """
     folders = (Path.cwd(), sources.WORKSPACE)
     if text is not None:
         reader.text(text, name=path, folder=Path.cwd())
@@ -252,7 +239,6 @@ def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
 
 
 def _content(path: str) -> str:
-    """Reads the text of a file in a bucket. Raises UserError if there is no such file, or it is not UTF-8."""
     file = paths.resolve(path)
     if not file.exists():
         raise UserError(f"there is no file {path!r}; expected the experiment's address, such as gs://BUCKET/first.gin")
@@ -263,7 +249,6 @@ def _content(path: str) -> str:
 
 
 def _in_current_spelling(reader: sources.Reader) -> dict[str, str]:
-    """Replaces old names and values in the reader's sources; returns notes about them, by the names of the sources."""
     now = moved.current(reader.sources, reader.bindings)
     reader.sources, reader.bindings = now.sources, now.bindings
     reader.problems, reader.unclear = reader.problems + now.problems, reader.unclear | now.unclear
@@ -271,14 +256,7 @@ def _in_current_spelling(reader: sources.Reader) -> dict[str, str]:
 
 
 def _canonical(bindings: Iterable[Binding], module: Callable[[Any], str], others: Iterable[str]) -> Settings:
-    """Returns settings in canonical order, with one symbol for each module.
-
-    Args:
-      bindings: the bindings.
-      module: returns the full name of the module of a parameter's binding or of a reference.
-      others: further modules of the user, listed after those that bindings use. They are imported for their effect,
-        such as registering a seqio task.
-    """
+    """Returns settings in canonical order; `others`: modules imported for their effect, such as registering tasks."""
     bindings = list(bindings)
     used = {module(named) for b in bindings for named in _named(b)}
     symbols: dict[str, str] = {}

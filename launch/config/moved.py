@@ -1,8 +1,7 @@
-"""Replaces old names and values in gin files, which are accepted for one release, by a table.
+"""Replaces old names and values in gin files, by a table.
 
-The table applies to statements as they were read, before names are resolved. Therefore it serves files, flags and the
-saved configurations of runs, and a text in an old spelling compares as equal to one in the new. Notes say the new
-spelling.
+Old names are accepted for one release. The table applies to files, flags and saved configurations, before names are
+resolved.
 """
 
 import dataclasses
@@ -38,15 +37,14 @@ _OF_PARAMETER, _OF_CONSTRUCTOR, _OF_MACRO = 2, 1, 0  # components after the modu
 
 
 class Table(NamedTuple):
-    """Old names and values with their replacements. Names are full, such as `models.mixers.s5.S5.states`.
+    """Old names and values with their replacements, by full names such as `models.mixers.s5.S5.states`.
 
     Attributes:
       names: new names of modules, constructors, parameters and macros, by old names. No new name may begin with an old
-        one; if the module `models.trm` becomes a folder, its constructors are listed instead.
-      values: functions that replace old values of a parameter, by the new name of the parameter.
-      former: functions that replace bindings of parameters that no longer exist, by the names of the parameters.
-      needs: statements that must accompany a constructor (the key) to which parameters of another one have moved. Each
-        passes the object of the constructor to the other one.
+        one.
+      values: functions that replace old values of a parameter, by its new name.
+      former: functions that replace bindings of parameters that no longer exist, by their names.
+      needs: statements to add for a constructor (the key) to which parameters of another one have moved.
     """
 
     names: Mapping[str, str] = MappingProxyType({})
@@ -119,13 +117,14 @@ class Current(NamedTuple):
 
 
 def current(read: Mapping[str, Source], bindings: Sequence[Binding]) -> Current:
-    """Returns sources (by name) and their bindings (in the order in which they apply) in the current spelling."""
+    """Returns sources and their bindings in the current spelling.
+
+    Sources are by name, bindings in the order in which they apply.
+    """
     return _Spelling(read).current(bindings) if any(TABLE) else Current(dict(read), list(bindings), {}, [], set())
 
 
 class _Spelling:
-    """Converts the names in all sources to full names, applies the table, and converts them back."""
-
     def __init__(self, read: Mapping[str, Source]):
         self._read = read
         self._written = {name: {i.bound_name(): _module(i) for i in source.imports} for name, source in read.items()}
@@ -142,7 +141,6 @@ class _Spelling:
         self._problems: list[ConfigProblem] = []
 
     def current(self, bindings: Sequence[Binding]) -> Current:
-        """Returns all statements in the current spelling."""
         written = [_mapped(b, functools.partial(self._full, file=b.file)) for b in bindings]
         names = _names(written)
         renamed = [_mapped(b, lambda name, _: _renamed(name, names)) for b in written]
@@ -178,7 +176,7 @@ class _Spelling:
         return Current(read, ordered, notes, self._problems, unclear)
 
     def _without_former_macros(self, found: list[Binding], changed: Sequence[Binding]) -> list[Binding]:
-        """Returns the bindings without macros that nothing reads since the statements that read them were replaced."""
+        """Returns the bindings without macros that only replaced statements read."""
         former, read = _macros(changed), _macros(found)
         while former - read:
             left = [b for b in found if b.is_macro and b.name in former - read]
@@ -189,7 +187,6 @@ class _Spelling:
         return found
 
     def _full(self, name: str, depth: int, *, file: str) -> str:
-        """Returns the full dotted name of a name as `file` writes it; `depth` as in `_mapped`."""
         symbol, _, rest = name.partition(".")
         symbols = self._shared if is_flag(file) else self._written[file]
         if depth == _OF_MACRO or symbol in symbols:
@@ -200,10 +197,6 @@ class _Spelling:
         return f"{homes[0]}.{name}" if homes else _UNKNOWN + name
 
     def _short(self, name: str, depth: int, *, file: str) -> str:
-        """Returns a full name as the file writes it; `depth` as in `_mapped`.
-
-        Its module gets a symbol if it has none in the file.
-        """
         if depth == _OF_MACRO or name.startswith(_UNKNOWN):
             return name.removeprefix(_UNKNOWN)
         parts = name.split(".")
@@ -217,7 +210,6 @@ class _Spelling:
         return ".".join([symbol, *rest])
 
     def _tell(self, old: Binding, new: Sequence[Binding], symbols: Sequence[str], *, is_same_value: bool) -> None:
-        """Adds a note with the new spelling of a statement, and the imports that it needs."""
         if [str(b) for b in new] == [str(old)]:
             return  # only the import of its module changes
         before, after = (old.name, new[0].name) if is_same_value else (str(old), "; ".join(map(str, new)))
@@ -230,7 +222,6 @@ class _Spelling:
         )
 
     def _imports(self, file: str) -> list[ImportStatement]:
-        """Returns the imports of a file: without those whose names have all moved, with those that new names need."""
         found = []
         for statement in self._read[file].imports:
             symbol = statement.bound_name()
@@ -246,7 +237,6 @@ class _Spelling:
 
 
 def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
-    """Returns the functions that rewrite bindings, by name of the binding or of the macro that is its whole value."""
     macros = {b.name: b for b in bindings if b.is_macro}
     hooks: dict[str, _Hook] = {}
     for b in bindings:
@@ -263,17 +253,13 @@ def _hooks(bindings: Sequence[Binding]) -> dict[str, _Hook]:
 def _rewritten(
     of: Binding, rewrite: Rewrite, bindings: Sequence[Binding], now: Binding
 ) -> Sequence[str] | ConfigProblem | None:
-    """Returns the result of `rewrite` for the binding `of` or, if its value is a macro, for the macro's binding `now`.
-
-    The macro's binding is passed with the left-hand side of `of`, so that `rewrite` sees only its value.
-    """
+    """Calls `rewrite` with the left-hand side of `of` and the value of `now`."""
     if now.is_macro:
         now = dataclasses.replace(now, scope=of.scope, selector=of.selector, parameter=of.parameter)
     return rewrite(now, bindings)
 
 
 def _names(bindings: Iterable[Binding]) -> Mapping[str, str]:
-    """Returns new names by old names, including the old constructor of the task that `text.seqio` finally names."""
     task = None
     for b in bindings:
         if (b.scope, b.selector, b.parameter) == ("", _SEQIO, "name"):
@@ -283,7 +269,6 @@ def _names(bindings: Iterable[Binding]) -> Mapping[str, str]:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Returns a full name in which the longest prefix that has a new name is replaced by it."""
     parts = name.split(".")
     for size in range(len(parts), 0, -1):
         if new := names.get(".".join(parts[:size])):
@@ -292,13 +277,11 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _module(statement: ImportStatement) -> str:
-    """Returns the name, as in the workspace, of the module that the symbol of an import stands for."""
     name = statement.module.removeprefix("renga.")
     return name if statement.is_from or statement.alias else name.partition(".")[0]
 
 
 def _symbols(binding: Binding) -> set[str]:
-    """Returns the first components (symbols) of the names in a binding."""
     own = [] if binding.is_macro else [binding.selector]
     return {name.partition(".")[0] for name in (*_selectors(binding), *own)}
 
@@ -308,15 +291,11 @@ def _selectors(binding: Binding) -> list[str]:
 
 
 def _macros(bindings: Iterable[Binding]) -> set[str]:
-    """Returns the names of the macros in the bindings' values."""
     return {leaf.name for b in bindings for leaf in leaves(b.value) if isinstance(leaf, Macro)}
 
 
 def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:
-    """Changes every name in a binding with `change(name, depth)`; depth: how many components follow the module.
-
-    It is `_OF_MACRO` for the name of a macro.
-    """
+    """Applies `change(name, depth)` to the names in a binding; depth: how many components follow the module."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Reference):
@@ -332,7 +311,7 @@ def _mapped(binding: Binding, change: Callable[[str, int], str]) -> Binding:
 
 
 def _parsed(statements: Sequence[str], *, at: Binding) -> list[Binding]:
-    """Parses statements that replace the binding `at`, and gives them its file and line; a macro keeps its name."""
+    """Parses statements that replace `at`, with its file and line; a macro keeps its name."""
     parsed = sources.parse("\n".join(statements)) if statements else []
     found = [dataclasses.replace(b, scope=b.scope or at.scope, file=at.file, line=at.line) for b in parsed]
     return [dataclasses.replace(at, value=found[0].value), *found[1:]] if found and at.is_macro else found

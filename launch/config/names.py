@@ -1,7 +1,4 @@
-"""Resolves names in gin files to constructors, through the imports of the file in which they occur, as gin does.
-
-An unresolved name is reported as a problem, if possible with a suggestion.
-"""
+"""Resolves names in gin files to constructors, through the imports of their file."""
 
 import collections
 import dataclasses
@@ -53,8 +50,6 @@ class _UnresolvedError(Exception):
 
 
 class _UntrustedError(_UnresolvedError):
-    """A saved run's configuration would call or import something that is not trusted (`launch.config.trust`)."""
-
     def __init__(self, module: str, *, constructor: str = ""):
         what = f"would call {constructor}" if constructor else f"would import {module}"
         super().__init__(
@@ -65,12 +60,10 @@ class _UntrustedError(_UnresolvedError):
 
 
 def _names_module(binding: Binding) -> bool:
-    """Returns whether a binding names the module that `text.seqio` imports."""
     return binding.selector.rpartition(".")[2] == "seqio" and binding.parameter == "module"
 
 
 def _module_macros(bindings: Iterable[Binding]) -> set[str]:
-    """Returns the macros whose value becomes `text.seqio.module`, directly or through other macros."""
     found: set[str] = set()
     while True:
         read = [b.value for b in bindings if _names_module(b) or (b.is_macro and b.selector in found)]
@@ -86,7 +79,7 @@ class Names:
     Attributes:
       problems: failed imports and unresolved names.
       unresolved: the unresolved names.
-      own_modules: full names of the imported modules that are not this project's.
+      own_modules: full names of imported modules that are not this project's.
     """
 
     def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: "Trust | None" = None):
@@ -95,7 +88,7 @@ class Names:
         Args:
           reader: the sources.
           folders: where the user's modules are, besides Python's path.
-          trust: what the first source may name, in addition to modules that the other sources import; None: anything.
+          trust: what the first source may name; None: anything.
         """
         self.problems: list[ConfigProblem] = []
         self.unresolved: list[str] = []
@@ -120,10 +113,9 @@ class Names:
         self._symbols.update(dict.fromkeys(flags, shared))
 
     def resolve(self, binding: Binding) -> Binding:
-        """Returns a copy of a binding in which names have their constructors, on both sides.
+        """Returns a copy of a binding with the constructors of its names.
 
-        Unknown names, and names that are not trusted, are added to the problems. If the value is the name of a module
-        for a seqio task and that module is not trusted, the value becomes None.
+        Unknown names, and names that are not trusted, become problems.
         """
 
         def change(leaf: Any) -> Any:
@@ -144,10 +136,7 @@ class Names:
         return self._member(importlib.import_module(module), [name], selector=path)
 
     def _import(self, statement: ImportStatement, file: str) -> None:
-        """Imports a module and records its symbol for the file; the first import of a symbol wins.
-
-        An import that fails, or of a module that is not trusted, is added to the problems.
-        """
+        """Imports a module for a file; the first import of a symbol wins, and failures become problems."""
         name, symbol, symbols = statement.module, statement.bound_name(), self._symbols[file]
         what, module, details = "", None, {}
         try:
@@ -177,13 +166,11 @@ class Names:
             self.problems.append(ConfigProblem(file, statement.location.line_num, what, **details))
 
     def _shadowed(self, module: types.ModuleType) -> Path | None:
-        """Returns the user's file that another module of the same name shadows; None if there is none."""
         files = [folder / f"{module.__name__}.py" for folder in self._folders]
         origin = Path(getattr(module, "__file__", None) or "").resolve()
         return next((file for file in files if file.is_file()), None) if origin not in files else None
 
     def _failed_import(self, name: str, error: Exception) -> tuple[str, dict[str, str]]:
-        """Describes why an import failed, with details for the problem."""
         if not (isinstance(error, ModuleNotFoundError) and (name + ".").startswith(f"{error.name}.")):
             new = moved.MODULES.get(getattr(error, "name", None) or "")
             details = {"fix": f"import {new}, as that module is called now"} if new else {}
@@ -234,11 +221,6 @@ class Names:
         return _UnresolvedError(what, expected=did_you_mean(selector, choices), fix=fix)
 
     def _member(self, module: types.ModuleType, rest: list[str], *, selector: str) -> Constructor:
-        """Returns the constructor at the dotted path `rest` inside the module; `selector` is its name in the file.
-
-        Raises:
-          _UnresolvedError: it does not exist, is private, or cannot be called as a constructor.
-        """
         while len(rest) > 1 and inspect.ismodule(getattr(module, rest[0], None)):
             module, rest = getattr(module, rest[0]), rest[1:]
         name = rest[0] if rest else ""
@@ -262,7 +244,6 @@ class Names:
 
 
 def _public_members(module: types.ModuleType) -> list[str]:
-    """Returns the names of a module's constructors, without those that are defined in other top-level packages."""
     top = module.__name__.split(".")[0]
     public = {name: member for name, member in vars(module).items() if not name.startswith("_")}
     constructors = {name: member for name, member in public.items() if not why_not_a_constructor(member)}
@@ -271,20 +252,18 @@ def _public_members(module: types.ModuleType) -> list[str]:
 
 @functools.cache
 def _public_modules(packages: tuple[str, ...]) -> dict[str, str]:
-    """Returns full module names of this workspace by their last component (`strategies`), where that is unique."""
     found = [f"{p}.{name}" for p in packages if importlib.import_module(p) for name in _siblings(p)]
     names = [module.rpartition(".")[2] for module in (*found, *_EXPERIMENT)]
     return {name: m for name, m in zip(names, (*found, *_EXPERIMENT), strict=True) if names.count(name) == 1}
 
 
 def _siblings(package: str) -> list[str]:
-    """Returns the names of the public modules in a package; [] if it has not been imported."""
     folders = getattr(sys.modules.get(package), "__path__", [])
     return [module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_")]
 
 
 def make_importable(folders: Iterable[Path]) -> None:
-    """Appends folders to the end of `sys.path`, so that a user's file shadows neither our modules nor Python's."""
+    """Appends folders to `sys.path`: at its end, to shadow no other modules."""
     importlib.invalidate_caches()
     known = {Path(entry or ".").resolve() for entry in sys.path}
     sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if folder not in known)

@@ -1,9 +1,7 @@
-"""Old spellings of the parts of a decoder's layers: names such as 'attention+s5', with settings in fields of their own.
+"""Old spellings of the parts of a decoder's layers, such as the name 'attention+s5'.
 
 A part is an object that makes one piece of a layer, such as attention or an MLP. Names become references to parts, with
-the settings that belong to them. A setting that has no meaning any more becomes a mistake that says the new spelling.
-Modules have their full names in the workspace. All bindings of a decoder are considered: names may be in one file and
-their settings in another or in an outer scope, and macros may stand for both.
+the settings that belong to them.
 """
 
 import itertools
@@ -42,12 +40,12 @@ Rewrite = Callable[[Binding, Sequence[Binding]], Sequence[str] | ConfigProblem |
 
 
 def values(constructor: str) -> dict[str, Rewrite]:
-    """Returns functions that replace old values of a decoder's parameters, by full name of the parameter."""
+    """Returns functions that replace old values of a decoder's parameters, by parameter."""
     return {f"{constructor}.{slot}": lambda old, bindings: _Decoder(old, bindings).named() for slot in _NAMES}
 
 
 def former(constructor: str) -> dict[str, Rewrite]:
-    """Returns functions that replace bindings of a decoder's former fields, by full name of the field."""
+    """Returns functions that replace bindings of a decoder's former fields, by field."""
     found: dict[str, Rewrite] = {
         f"{constructor}.{field}": lambda old, bindings: _Decoder(old, bindings).settings() for field in _FIELDS
     }
@@ -56,7 +54,6 @@ def former(constructor: str) -> dict[str, Rewrite]:
 
 
 def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | ConfigProblem:
-    """Moves former fields to attention; a pattern becomes a tuple of attention with and without a window."""
     of_decoder = [b for b in bindings if b.selector == old.selector]
     fields = [b for b in of_decoder if b.parameter in _OF_ATTENTION and b.scope == old.scope]
     mixers = [b for b in of_decoder if b.parameter == "mixer"]
@@ -106,7 +103,6 @@ def _of_attention(old: Binding, bindings: Sequence[Binding]) -> Sequence[str] | 
 
 
 def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding]) -> list[str]:
-    """Returns the attention and block-sparse constructors that `mixers` use, each with the scope of `old`."""
     decoder, known = _Decoder(old, bindings), ("attention", "block_sparse")
     parts = dict.fromkeys(part for binding in mixers for part in decoder.parts(binding))
     classes = [_CLASSES.get(part, part) for part in parts]
@@ -114,8 +110,6 @@ def _heads(old: Binding, bindings: Sequence[Binding], mixers: Sequence[Binding])
 
 
 class _Decoder:
-    """Rewrites one old binding of a decoder, given the decoder's other bindings that apply in its scope."""
-
     def __init__(self, old: Binding, bindings: Sequence[Binding]):
         self._old, self._all = old, bindings
         self._macros = {b.name: b for b in bindings if b.is_macro}
@@ -127,10 +121,6 @@ class _Decoder:
         self._same = [b for b in same if b not in former]
 
     def named(self) -> Sequence[str] | ConfigProblem | None:
-        """Returns statements in which parts replace the names in the old binding's value; None if it has no names.
-
-        The value may be a tuple of names and parts. Returns a problem for an unknown name.
-        """
         old, value = self._old, self._value(self._old)
         if self._is_former_default:
             return []
@@ -148,11 +138,6 @@ class _Decoder:
         return [f"{old.selector}.{old.parameter} = ({written})", *dict.fromkeys(added)]
 
     def settings(self) -> Sequence[str] | ConfigProblem:
-        """Removes an old binding of a part's settings, such as `s5 = …`, if `mixer` or `feed_forward` names the part.
-
-        `named` writes the settings there. A binding of None is removed if the part is not used, or a later binding
-        replaces it. Otherwise a problem is returned.
-        """
         old, names = self._old, _FIELDS[self._old.parameter]
         if self._value(old) is not None:
             return [] if self._is_named(names) else self._without_effect()
@@ -164,10 +149,7 @@ class _Decoder:
         return self._still_used() if is_used else []
 
     def experts(self) -> Sequence[str] | ConfigProblem:
-        """Replaces the field `experts`, which was used in place of `feed_forward` unless that was set too.
-
-        Returns a problem if nothing can replace it.
-        """
+        """Replaces the field `experts`, which was used in place of `feed_forward` unless that was set too."""
         old, is_none = self._old, self._value(self._old) is None
         if self._is_named(("experts",)):
             return [] if not is_none or self._merged().get("experts") is not old else self._still_used()
@@ -189,7 +171,6 @@ class _Decoder:
         return [] if all(part in known for part in parts) else self._still_used()
 
     def _part(self, text: str, added: list[str]) -> str:
-        """Returns the value for a name, or for names joined by "+"; appends the statements that it needs."""
         if "+" in text:
             number = sum(f"{_SUM}.parts" in statement for statement in added)
             scope = scoped(self._old.scope, f"sum{number}") if number else ""
@@ -204,11 +185,6 @@ class _Decoder:
         return f"@{_CLASSES[text]}()" if _CLASSES[text] else "None"
 
     def _ttt(self, name: str, added: list[str]) -> str:
-        """Returns a reference to the mixer with test-time training (TTT); `name` says its inner model, linear or MLP.
-
-        `name` decides, even if settings name another inner model. The mixer gets a scope of its own if settings name an
-        inner model, or if both names occur. Statements that the reference needs are appended to `added`.
-        """
         inner, outside = name.removeprefix("ttt_"), self._old.scope
         named = {one for b in self._same for text in _texts(self._value(b)) for one in text.split("+")}
         said = [b for b in self._all if (b.selector, b.parameter) == (_TTT_CONFIG, "inner")]
@@ -233,12 +209,10 @@ class _Decoder:
         return binding.parameter == parameter and self._value(binding) is not None
 
     def _merged(self, *, before: int | None = None) -> dict[str, Binding]:
-        """Returns the bindings that apply in the scope, by parameter; `before`: only those before this position."""
         seen = [b for b in self._same if _is_within(self._old.scope, b.scope) and (before is None or b.order < before)]
         return {b.parameter: b for b in sorted(seen, key=lambda b: len(b.scope))}
 
     def _is_named(self, names: Sequence[str]) -> bool:
-        """Returns whether a binding of `mixer` or `feed_forward`, in the old binding's scope, has one of the names."""
         old = self._old
         slots = [b for b in self._same if b.parameter in _NAMES and _is_within(b.scope, old.scope)]
         last = {b.name: b for b in slots if b.order < old.order}
@@ -246,7 +220,6 @@ class _Decoder:
         return any(name in names for b in near for text in _texts(self._value(b)) for name in text.split("+"))
 
     def parts(self, slot: Binding) -> list[str]:
-        """Returns the old names, and the classes of parts, in a binding of `mixer` or `feed_forward`."""
         return list(self._found(self._value(slot)))
 
     def _found(self, value: Any) -> Iterator[str]:
@@ -298,10 +271,8 @@ def _texts(value: Any) -> list[str]:
 
 
 def _is_within(scope: str, outer: str) -> bool:
-    """Returns whether bindings in the outer scope apply in a scope."""
     return not outer or f"{scope}/".startswith(f"{outer}/")
 
 
 def _short(name: str) -> str:
-    """Returns the last two components of a name, as most files write it."""
     return ".".join(name.split(".")[-2:])

@@ -1,9 +1,7 @@
 """Checks the values of a gin file against the type annotations of constructors.
 
-gin does not check types. A value is an error only if it is certainly wrong: parameters without an annotation accept
-anything, and so do annotations that can be checked only on a constructed object. `@constructor()` is checked by its
-return type or, if a protocol is expected, by the methods of that type. Type-checking libraries are not used, because
-they need the constructed object, and accept True as an int and 'ab' as a sequence of strings.
+A value is an error only if it is certainly wrong. `@constructor()` is checked by its return type or, if a protocol is
+expected, by the methods of that type. Type-checking libraries need the constructed object, so they are not used.
 """
 
 import ast
@@ -52,16 +50,16 @@ class Constructor:
 
     @cached_property
     def takes_any(self) -> bool:
-        """Whether the constructor accepts `**kwargs`; True also if its signature is not known."""
+        """Whether the constructor accepts `**kwargs`, or its signature is not known."""
         return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._signature.parameters.values())
 
     def hint(self, parameter: str) -> Any:
-        """Returns the annotation of a parameter; UNKNOWN if it has none, or one that cannot be evaluated."""
+        """Returns the annotation of a parameter, or UNKNOWN."""
         return self._evaluated(self.parameters[parameter].annotation) if parameter in self.parameters else UNKNOWN
 
     @cached_property
     def returns(self) -> Any:
-        """The type of the result of a call: the class itself, or the return annotation of a function."""
+        """The type of a call's result."""
         return self.target if inspect.isclass(self.target) else self._evaluated(self._signature.return_annotation)
 
     @cached_property
@@ -72,10 +70,7 @@ class Constructor:
             return inspect.signature(lambda **anything: None)
 
     def _evaluated(self, annotation: Any) -> Any:
-        """Returns the type that an annotation (an object or text) stands for; UNKNOWN if it cannot be evaluated.
-
-        Annotations are evaluated separately, so one that fails does not affect others.
-        """
+        """Evaluates one annotation alone, so that one that fails does not affect others."""
         if annotation is inspect.Signature.empty:
             return UNKNOWN
         known = dict(getattr(inspect.unwrap(self.target), "__globals__", {}))
@@ -88,7 +83,7 @@ class Constructor:
 
 
 def why_not_a_constructor(target: Any) -> str:
-    """Returns why a Python object cannot be used as a constructor in gin, or ''."""
+    """Returns why a Python object cannot be a constructor in gin, or ''."""
     if inspect.ismodule(target):
         return "is a module, not a constructor"
     if not inspect.isclass(target) and not inspect.isroutine(target):
@@ -116,7 +111,7 @@ class Misfit(NamedTuple):
         return f"element {self.path}: {shown}" if self.path else shown
 
     def fix(self) -> str:
-        """Suggests how to write the value; '' if there is no suggestion."""
+        """Suggests how to write the value; '' without a suggestion."""
         value = self.value
         if isinstance(value, Reference) and not value.evaluate:
             return f"call it: {value}()"
@@ -133,7 +128,7 @@ class Misfit(NamedTuple):
 
 
 def misfit(value: Any, hint: Any) -> Misfit | None:
-    """Returns the first part of `value` that does not fit the annotation `hint`; None if all fits or is unknown."""
+    """Returns the first misfit of a value and an annotation, or None."""
     origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     wrong = Misfit("", value, hint)
     if hint in (Any, object) or isinstance(value, Macro) or isinstance(hint, str | typing.TypeVar):
@@ -168,7 +163,7 @@ def misfit(value: Any, hint: Any) -> Misfit | None:
 
 
 def hint_text(hint: Any) -> str:
-    """Formats an annotation for messages, without module names."""
+    """Formats an annotation for messages."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         return " | ".join(map(hint_text, arguments))
@@ -212,7 +207,6 @@ def _result_fits(result: Any, hint: Any) -> bool:
 
 
 def _result(reference: Reference, hint: Any) -> str:
-    """Describes the return type of a reference, and the methods of a protocol that it lacks, for a message."""
     if not reference.evaluate:
         return ", the constructor itself"
     given = reference.target.returns
@@ -221,10 +215,7 @@ def _result(reference: Reference, hint: Any) -> str:
 
 
 def _lacking(actual: type, protocol: type) -> list[str]:
-    """Returns the public methods of a protocol that a class lacks.
-
-    Attributes are not checked, as `__init__` may set them; a class with `__getattr__` is taken to lack nothing.
-    """
+    """Returns the methods of a protocol that a class lacks; with `__getattr__`, a class may have any."""
     if hasattr(actual, "__getattr__"):
         return []
     bases = [base for base in getattr(protocol, "__mro__", ()) if getattr(base, "_is_protocol", False)]
@@ -234,7 +225,6 @@ def _lacking(actual: type, protocol: type) -> list[str]:
 
 
 def _reads_as(text: str, hint: Any) -> bool:
-    """Returns whether the value would fit if it were written without quotes."""
     try:
         value = ast.literal_eval(text)
     except (SyntaxError, ValueError):

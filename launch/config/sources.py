@@ -1,9 +1,7 @@
-"""Reads an experiment file, the files that it includes, and the bindings of the command line, in order.
+"""Reads an experiment file, the files that it includes, and the bindings of the command line.
 
-gin's parser reads the statements. After a syntax error, reading continues with the next statement; the names in the
-faulty one are kept, so that nothing is reported as missing or unused because of it. Unlike in gin, a file is read only
-where it is first included: if two files include the same third file, the second include does not undo the bindings
-between the two. An included file is also searched for in the folder of the including file.
+gin's parser reads the statements; after a syntax error, reading continues with the next one. Unlike in gin, a file is
+read only where it is first included.
 """
 
 import dataclasses
@@ -42,7 +40,10 @@ _EXPLANATIONS = {
 
 
 class Source(NamedTuple):
-    """The imports of a file or of a command-line binding; `ancestors` is the chain of files that include it."""
+    """The imports of a file or of a command-line binding.
+
+    `ancestors`: the files that include it, the outermost first.
+    """
 
     imports: Sequence[ImportStatement]
     ancestors: tuple[str, ...]
@@ -54,14 +55,13 @@ class Reader:
     Attributes:
       sources: what was read, by its name in messages, in reading order.
       bindings: all bindings, in the order in which they apply.
-      problems: files that are missing or cannot be read, circular or forbidden includes, impossible imports, and syntax
-        errors.
-      unclear: all words of statements with syntax errors, which may be names.
-      complete: False if a missing file or a syntax error may hide imports, includes or left-hand sides.
+      problems: mistakes found while reading.
+      unclear: words of statements that could not be read; they may be names.
+      complete: False if imports, includes or left-hand sides may be missing.
     """
 
     def __init__(self, *, experiment_includes: bool = True):
-        """Starts without sources; `experiment_includes` says whether the first one may include files."""
+        """Starts without sources; `experiment_includes`: whether the first one may include files."""
         self._experiment_includes = experiment_includes
         self.sources: dict[str, Source] = {}
         self.bindings: list[Binding] = []
@@ -75,7 +75,7 @@ class Reader:
         return next(iter(self.sources))
 
     def file(self, path: Path, *, ancestors: tuple[str, ...] = ()) -> None:
-        """Reads a file, unless it was read before. A file that cannot be read is added to the problems."""
+        """Reads a file, unless it was read before; failures become problems."""
         name = display(path)
         if name not in self.sources:
             try:
@@ -92,7 +92,7 @@ class Reader:
           text: the statements.
           name: name of the source, in messages.
           folder: where included files are also searched for.
-          ancestors: the chain of files that include the source.
+          ancestors: the files that include the source, the outermost first.
         """
         statements = self._importable(self._parsed(text, file=name), file=name)
         self.sources[name] = Source([s for s in statements if isinstance(s, ImportStatement)], ancestors)
@@ -103,7 +103,6 @@ class Reader:
                 self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
 
     def _importable(self, statements: list[Statement], *, file: str) -> list[Statement]:
-        """Returns the statements without imports that are impossible in this installation; those become problems."""
         found = []
         for each in statements:
             if (
@@ -118,11 +117,6 @@ class Reader:
         return found
 
     def _parsed(self, text: str, *, file: str) -> list[Statement]:
-        """Parses a text; after a syntax error, parses it piece by piece, split at lines that are not indented.
-
-        If too many pieces cannot be parsed, the text is taken not to be gin: the result is one problem, and no
-        statements. More than _FEW_ERRORS are too many; in a .gin file, only if they are also more than the statements.
-        """
         try:
             return parse(text)
         except _ERRORS:
@@ -166,12 +160,12 @@ class Reader:
 
 
 def find(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the first file with this path in the folders, or None. An absolute path is used as it is."""
+    """Returns the first file with this path in the folders, or None."""
     return next((folder / path for folder in folders if (folder / path).is_file()), None)
 
 
 def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
-    """Returns the gin file with the most similar path, to suggest for a missing one; None if no name is similar."""
+    """Returns the gin file with the most similar path; None if no name is similar."""
     near = dict.fromkeys(place for folder in folders for place in (folder, (folder / path).parent))
     files = [*sorted((WORKSPACE / "gin").rglob("*.gin")), *(file for f in near for file in sorted(f.glob("*.gin")))]
     alike = [file for file in files if nearest(Path(path).stem, [file.stem])]
@@ -179,11 +173,11 @@ def closest(path: str, *, folders: Iterable[Path]) -> Path | None:
 
 
 def missing_file(path: str, guess: Path | None, *, file: str, line: int = 0) -> ConfigProblem:
-    """Returns the problem that reports a missing file, or a folder where a file is expected.
+    """Returns the problem that reports a missing file, or a folder in place of one.
 
     Args:
       path: the file, as the user wrote it.
-      guess: an existing file to suggest; None if there is none.
+      guess: an existing file to suggest; None: no suggestion.
       file: the source that names it; the file itself if a command does.
       line: the line in `file`; 0 if a command names it.
     """
@@ -203,7 +197,6 @@ def unreadable(name: str, error: Exception) -> ConfigProblem:
 
 
 def _not_gin(problems: Sequence[ConfigProblem], *, statements: int) -> ConfigProblem:
-    """Returns the problem that reports a text that is not written in gin; its place is that of the first error."""
     first, pieces = problems[0], len(problems) + statements
     what = f"this is not gin text: {len(problems)} of its {pieces} statements cannot be read, this one first"
     example = "an example of an experiment is gin/quickstart.gin"
@@ -211,7 +204,7 @@ def _not_gin(problems: Sequence[ConfigProblem], *, statements: int) -> ConfigPro
 
 
 def display(path: Path) -> str:
-    """Returns a path, relative to the workspace or working directory if it is inside, so that hosts name it alike."""
+    """Returns a path, relative to the workspace or the working directory if it is inside."""
     path = path.resolve()
     for folder in (WORKSPACE, Path.cwd()):
         if path.is_relative_to(folder):
@@ -220,7 +213,7 @@ def display(path: Path) -> str:
 
 
 class _Delegate(config_parser.ParserDelegate):
-    """Keeps references unresolved, so that `launch.config.names` can report all unknown names at once."""
+    """Keeps references unresolved, so that `launch.config.names` can report unknown names together."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
         scope, selector = config_parser.parse_scoped_selector(scoped_configurable_name)
@@ -231,9 +224,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 
 def parse(text: str) -> list[Statement]:
-    """Parses a text; leaves out block declarations and the import of dynamic registration.
-
-    Imports of the modules of this workspace get the names that they have where it is installed.
+    """Parses a text into bindings, imports and includes.
 
     Raises:
       SyntaxError, tokenize.TokenError, TypeError, ValueError: the text is not valid gin.
@@ -248,25 +239,20 @@ def parse(text: str) -> list[Statement]:
 
 
 def imported(module: str, symbol: str, *, at: ImportStatement | None = None) -> ImportStatement:
-    """Returns the statement that imports a module, named as in the workspace, as `symbol`; its line is that of `at`."""
+    """Returns the statement that imports a module, named as in the workspace, as `symbol`."""
     alias = None if module.rpartition(".")[2] == symbol else symbol
     location = at.location if at else config_parser.Location(None, 0, None, "")
     return ImportStatement(_installed_name(module), "." in module, alias, location)
 
 
 def _as_installed(statement: Any) -> Any:
-    """Returns an import of one of this project's modules with the name that it has here; other statements unchanged.
-
-    `core.step` of the workspace is `renga.core.step` in the wheel; each reads files that were written for the other.
-    `import core.step` without `as` is unchanged, because it binds `core`, with which names in the file begin.
-    """
+    """Renames an import of our modules: `core.step` of the workspace is `renga.core.step` in the wheel."""
     if not isinstance(statement, ImportStatement) or not (statement.is_from or statement.alias):
         return statement
     return statement._replace(module=_installed_name(statement.module))
 
 
 def _installed_name(module: str) -> str:
-    """Returns the name that one of this project's modules has here, given its name in the workspace or in the wheel."""
     name = module.removeprefix("renga.")
     file = WORKSPACE.joinpath(*name.split("."))
     is_in_package = (WORKSPACE / name.partition(".")[0] / "__init__.py").is_file()
@@ -275,7 +261,6 @@ def _installed_name(module: str) -> str:
 
 
 def _bound_elsewhere(statement: ImportStatement, *, file: str) -> ConfigProblem:
-    """Returns the problem of `import core.step`, without `as`, where that module has another name."""
     name = statement.module.removeprefix("renga.")
     package, _, last = name.rpartition(".")
     both = f"from {package} import {last}, and {last}.NAME for {statement.module}.NAME" if package else ""
@@ -289,7 +274,6 @@ def _bound_elsewhere(statement: ImportStatement, *, file: str) -> ConfigProblem:
 
 
 def _explanation(error: Exception, piece: str, *, line: str) -> tuple[str, str]:
-    """Explains a syntax error in a statement; returns the explanation and what to write instead."""
     message = str(error.args[0]) if error.args else str(error)
     if token := re.search(r"Failed to parse token '(.*)'", message, re.DOTALL):
         fix = "text goes in quotes, a constructor is written @module.name(), a macro %NAME"

@@ -42,10 +42,10 @@ class ConfigProblem:
 
 
 class ConfigError(UserError):
-    """A configuration with mistakes; the message lists them, at most MOST_SHOWN.
+    """A configuration with mistakes.
 
     Attributes:
-      problems: every mistake found.
+      problems: the mistakes found.
     """
 
     def __init__(self, experiment: str, problems: Sequence[ConfigProblem]):
@@ -57,9 +57,9 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True, repr=False)
 class Reference:
-    """A reference to a constructor: `@scope/selector`, or, with `evaluate`, its result: `@scope/selector()`.
+    """A reference to a constructor, `@scope/selector`, or to its result, `@scope/selector()`.
 
-    `target` is the `signatures.Constructor` that the selector is resolved to; None before.
+    `evaluate`: whether it is called. `target`: its `signatures.Constructor`; None before it is resolved.
     """
 
     scope: str
@@ -83,12 +83,12 @@ class Macro:
 
 @dataclass(frozen=True)
 class Binding:
-    """`scope/selector.parameter = value`, or `NAME = value` when there is no parameter.
+    """`scope/selector.parameter = value`, or `NAME = value` without a parameter.
 
     Attributes:
-      line, file: where it is written; `file` is the name of a flag if it is from the command line (`is_flag`).
-      order: position among all bindings in the order in which they apply; the last one of a name wins.
-      target: the `signatures.Constructor` that `selector` is resolved to; None for a macro or an unknown name.
+      line, file: where it is written; `file` is the name of a flag if it is from the command line.
+      order: position among all bindings; the last one of a name wins.
+      target: the `signatures.Constructor` of `selector`; None for a macro or an unknown name.
     """
 
     line: int
@@ -102,7 +102,7 @@ class Binding:
 
     @property
     def is_macro(self) -> bool:
-        """Returns whether the left-hand side is a macro."""
+        """Whether the left-hand side is a macro."""
         return not self.parameter
 
     @property
@@ -119,17 +119,17 @@ class Binding:
         return f"{self.name} = {render(self.value)}"
 
     def problem(self, what: str, **details: str) -> ConfigProblem:
-        """Returns a problem at this binding's file and line; `actual` is the binding unless another text is given."""
+        """Returns a problem at this binding's file and line."""
         return ConfigProblem(self.file, self.line, what, **{"actual": str(self), **details})
 
 
 def is_flag(file: str) -> bool:
-    """Returns whether the name of a source is that of a command-line flag."""
+    """Returns whether the name of a source is that of a flag."""
     return file.startswith("--")
 
 
 def place(file: str, line: int) -> str:
-    """Returns `gin/x.gin:3`; only the name of a flag, or of a file if `line` is 0."""
+    """Returns `gin/x.gin:3`; for a flag or line 0, the name alone."""
     return file if is_flag(file) or not line else f"{file}:{line}"
 
 
@@ -139,21 +139,21 @@ def scoped(scope: str, name: str) -> str:
 
 
 def import_line(module: str, symbol: str = "") -> str:
-    """Returns the import statement of a module, with `as symbol` if a different symbol is given."""
+    """Returns the import statement of a module, with `as symbol` if that differs."""
     package, _, name = module.rpartition(".")
     alias = f" as {symbol}" if symbol and symbol != name else ""
     return f"from {package} import {name}{alias}" if package else f"import {name}{alias}"
 
 
 def symbol_for(module: str, taken: Container[str]) -> str:
-    """Returns the last part of a module's name, with the first number from 2 that makes it free if it is taken."""
+    """Returns the last part of a module's name, with a number if it is taken."""
     name = module.rpartition(".")[2]
     numbered = (f"{name}{number}" for number in itertools.count(2))
     return next(symbol for symbol in itertools.chain([name], numbered) if symbol not in taken)
 
 
 def transform(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a copy of nested lists, tuples and dictionaries with `change` applied to every leaf and key."""
+    """Applies `change` to the leaves and keys of nested lists, tuples and dictionaries."""
     if isinstance(value, dict):
         return {transform(k, change): transform(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -169,9 +169,9 @@ def leaves(value: Any) -> list[Any]:
 
 
 def expand(value: Any, macros: Mapping[str, Binding], *, inside: tuple[str, ...] = ()) -> Any:
-    """Replaces every macro in a value by the macro's value.
+    """Replaces macros in a value by their values; macros without a value stay.
 
-    Macros without a value, such as `%gin.REQUIRED`, stay; so do those in `inside`, which are being replaced.
+    `inside`: macros that are being replaced, which stay, too.
     """
 
     def change(leaf: Any) -> Any:
@@ -200,7 +200,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns `one of a, b, c; did you mean 'b'?`, with only the most similar names of a long list."""
+    """Returns a hint such as `one of a, b, c; did you mean 'b'?`."""
     names = sorted(set(names))
     if len(names) <= 12:
         choices = f"one of {', '.join(names)}" if names else ""

@@ -1,16 +1,11 @@
 """The constructors that the configuration of a run may name without the user's consent.
 
-An experiment file is the user's own, and may import and call anything. The configuration of a run, or of a checkpoint,
-can come from a stranger: if its text could name any function, reading a run could run any program. Therefore it may
-name only the constructors listed here, those of optax, and those of modules that the user's command imports itself
-(`--gin "import MODULE"`). None of the constructors listed here starts a program. The argument `module` of `text.seqio`
-is left out unless that module may be imported. A task reads, and may build, its data where its settings say, with the
-libraries that read them.
+An experiment file is the user's own, and may call anything. The configuration of a run can come from a stranger.
+Therefore it may name only the constructors listed here, those of optax, and those of modules that the user's command
+imports (`--gin "import MODULE"`).
 
-Data of `text.tfds` can import modules that are not listed here. TensorFlow Datasets (TFDS) imports modules of its own
-catalog. If it reads a dataset from its files alone, it also imports the modules of the feature classes that
-`features.json` or `dataset_info.json` below `data_dir` names: any module that this Python finds. It downloads none of
-them: names `namespace:dataset`, for which TFDS may download code, are not supported.
+Data of `text.tfds` can import modules that are not listed here: TensorFlow Datasets imports the modules of the feature
+classes that files below `data_dir` name.
 """
 
 from collections.abc import Collection
@@ -74,10 +69,7 @@ _OPTAX = "optax"
 
 
 class Trust:
-    """What the configuration of a run may name.
-
-    These are the constructors in CONSTRUCTORS, those of optax, and those of `modules`, which the user trusts.
-    """
+    """What the configuration of a run may name: CONSTRUCTORS, optax, and trusted modules."""
 
     def __init__(self, modules: Collection[str] = ()):
         self._modules = frozenset(modules)
@@ -87,7 +79,7 @@ class Trust:
         return Trust(self._modules | set(modules))
 
     def allows_import(self, module: str) -> bool:
-        """Returns whether the module may be imported, by its full name."""
+        """Returns whether the module with this full name may be imported."""
         own = module.removeprefix(PACKAGE)
         return own in CONSTRUCTORS or _is_within(module, _OPTAX) or self._is_trusted(module)
 

@@ -1,4 +1,4 @@
-"""Lets a run's model answer questions about images, for evaluations of the patches that its selector chose."""
+"""Lets a run's model answer questions about images, to evaluate the patches that it chose."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from tasks.vision.question_lines import Question
 
 
 class Answered(NamedTuple):
-    """The answer of the model to one question, and the patches that its selector chose.
+    """The answer of the model to one question, and the image patches that it chose.
 
     Attributes:
       question: the question.
-      row: the arrays of the question's row in a batch, by name.
+      row: arrays of the question's row in a batch, by name.
       chosen: [N] bool, whether each of the image's N patches was chosen.
-      ids: [T], the most likely next id at each of the row's T positions, given the row's own ids up to there.
+      ids: [T], the most likely next id at each position, given the row's own ids up to there.
       is_right: whether the answer is right.
     """
 
@@ -35,14 +35,7 @@ class Answered(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A run with its loaded model.
-
-    Attributes:
-      run_dir: the run directory.
-      loaded: the model.
-      task: makes rows of questions.
-      batch_size: number of questions in a batch.
-    """
+    """A run with its loaded model."""
 
     run_dir: str
     loaded: LoadedModel
@@ -50,7 +43,7 @@ class Asked(NamedTuple):
     batch_size: int
 
     def answers(self, questions: Sequence[Question]) -> Iterator[Answered]:
-        """Yields the answers to questions, in their order. Raises UserError if an image cannot be read."""
+        """Yields the answers to questions, in their order."""
         model: Any = self.loaded.model
         program, size = self.loaded.program, self.batch_size
         layout = program.partitioner.data_layout(size)
@@ -70,11 +63,7 @@ class Asked(NamedTuple):
 def opened(args: argparse.Namespace, flag: str) -> Asked:
     """Loads the run that the arguments of an evaluation name.
 
-    `flag` asked for the evaluation, such as "--relevance"; error messages name it.
-
-    Raises:
-      UserError: other flags exclude `flag`, the run cannot be loaded, it is not one of questions about images, or its
-        data are missing.
+    `flag`: what asked for the evaluation, such as "--relevance"; errors name it.
     """
     if args.all_steps or args.submission or args.simulate:
         raise UserError(

@@ -1,7 +1,4 @@
-"""`launch/run evaluate --lm-eval` and `--task`: scores a run or a published model on benchmarks.
-
-`--lm-eval` runs in one process, like `launch/run generate`; `--task` also runs on all hosts of a slice.
-"""
+"""`launch/run evaluate --lm-eval` and `--task`: scores a run or a published model on benchmarks."""
 
 import argparse
 import functools
@@ -40,10 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the tasks, loads the model, computes the scores, and prints them; --json also writes them. Returns 0.
-
-    Raises UserError if flags exclude one another, or the tasks or the model cannot be used.
-    """
+    """Computes the scores and prints them; --json also writes them."""
     limit = require_benchmark(args)
     tasks = lm_eval_tasks.find(args.lm_eval, folder=args.lm_eval_path) if args.lm_eval is not None else None
     if args.task is not None and args.slice and slices.get(args.slice).hosts > 1:
@@ -64,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_benchmark(args: argparse.Namespace) -> int | None:
-    """Returns the number of examples to score; None: all. Raises UserError for --all-steps and --submission."""
+    """Returns the number of examples to score; None: all."""
     if args.all_steps or args.submission:
         raise UserError(
             "--all-steps and --submission are for the run's own held-out data, not for benchmarks: leave them out"
@@ -73,10 +67,9 @@ def require_benchmark(args: argparse.Namespace) -> int | None:
 
 
 def load(args: argparse.Namespace, **options: Any) -> TextScores:
-    """Loads the model that the arguments name, and prints on host 0 where it was found.
+    """Loads the model that the arguments name, and prints where it was found.
 
-    `options` are further arguments of `loaded_model.load`; `check_model` is set here. Raises UserError if the model
-    cannot be loaded or has no vocabulary, or if this machine simulates the chips and has too little memory for it.
+    `options`: further arguments of `loaded_model.load`.
     """
     loaded_model.choose_devices(args.slice, is_simulated=args.simulate)
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
@@ -96,17 +89,9 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 
 
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of a registered seqio task or mixture: by name of each task, the values by metric.
+    """Returns the metrics of a registered seqio task or mixture, by task and metric.
 
-    All hosts call it; host 0 reads the data.
-
-    Args:
-      name: the registered name.
-      model: the model.
-      limit: largest number of examples of each task; None: all.
-
-    Raises:
-      UserError: on all hosts, if the model has no vocabulary or another one than the task, or a metric fails.
+    All hosts must call it; host 0 reads the data. `limit`: most examples of each task; None: all.
     """
     from launch.runs.task_metrics import WAIT_SECONDS, Answers
     from tasks.text import seqio_metrics, seqio_tasks
@@ -132,7 +117,6 @@ def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[s
 
 
 def _require_metrics(name: str | None) -> None:
-    """Raises UserError if a seqio task or mixture is named but not registered, or has no metrics to compute."""
     if name is not None:
         from tasks.text import seqio_metrics
 
@@ -140,7 +124,6 @@ def _require_metrics(name: str | None) -> None:
 
 
 def _require_memory(model: LoadedModel) -> None:
-    """Raises UserError if this machine simulates the chips and lacks memory for the parameters on all of them."""
     at = model.program.partitioner
     if at.mesh.devices.flat[0].platform == "cpu":
         needed = report.totals(model.program).params * at.slice.devices
@@ -161,6 +144,5 @@ def _show(found: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _error_name(metric: str) -> str:
-    """Returns the name of a metric's standard error: `acc_stderr` for `acc`, `acc_stderr,strict` for `acc,strict`."""
     name, comma, answers = metric.partition(",")
     return f"{name}{_ERROR}{comma}{answers}"

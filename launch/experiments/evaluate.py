@@ -1,10 +1,6 @@
-"""`launch/run evaluate`: scores a run's checkpoints on held-out rows, from its directory alone.
+"""`launch/run evaluate`: scores a run's checkpoints on held-out rows.
 
-On a TPU slice, run it on every host: each runs this host's process of the evaluation. With --simulate it starts
-simulated hosts. If the run is of a TPU slice and this machine has no TPU, one process simulates the slice on the CPU.
-
-It scores all held-out data or a part: a subset of the puzzles, drawn with a seed, or the first rows of text. The scores
-are shown with a description of what was scored.
+On a TPU slice, run it on every host. With --simulate it starts simulated hosts.
 """
 
 import argparse
@@ -130,11 +126,7 @@ def _examples(text: str) -> int | str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the arguments and runs the evaluation that they ask for. Returns 0, or the exit code of simulated hosts.
-
-    Raises UserError if the arguments exclude one another or do not fit the run, or the run, its checkpoint or its data
-    are missing.
-    """
+    """Runs the evaluation that the arguments ask for."""
     other = _other(args)
     args.step = saved_steps.best_of(args.run_dir) if args.step == saved_steps.BEST else args.step
     if other is not None:
@@ -180,11 +172,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _other(args: argparse.Namespace) -> types.ModuleType | None:
-    """Returns the module of the evaluation that the arguments ask for; None: the one on the run's own data.
-
-    Raises:
-      UserError: the arguments belong to several evaluations, or to one that is not asked for.
-    """
     uses = {asking: own for flags_ in _OTHERS.values() for asking, own in flags_.items()}
     asked = [name for name in uses if _is_given(args, name)]
     if len(asked) > 1:
@@ -220,7 +207,6 @@ def _simulate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
 
 
 def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment, asked: HeldOut, host: Host) -> None:
-    """Evaluates the same checkpoints on all hosts; host 0 prints the scores."""
     run = prepared_run.prepare_run(
         experiment,
         config=found.config,
@@ -238,10 +224,7 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
 def score(
     run: Run, asked: HeldOut, *, step: int | None = None, all_steps: bool = False, spans: Sequence[Span] = ()
 ) -> tuple[Scores, Sequence[int]]:
-    """Scores checkpoints of a prepared run: the newest one, that of `step`, or all of them.
-
-    The rows belong to the phase of the newest of these checkpoints. The record of each step says whether it was trained
-    on the data of another phase.
+    """Scores checkpoints of a prepared run on held-out rows.
 
     Args:
       run: the run.
@@ -251,11 +234,7 @@ def score(
       spans: the phases of the run; empty: it has one.
 
     Returns:
-      The scores, and the steps of checkpoints that the run removed before they were read.
-
-    Raises:
-      UserError: there is no such checkpoint, the run removed all of them before they were read, one does not fit the
-        model or is damaged, or there are no held-out rows.
+      The scores, and the steps of checkpoints that were removed before they were read.
     """
     experiment = run.experiment
     judge, about = _judge(experiment), {"evaluated_on": asked.describe(), "slice": experiment.slice}
@@ -286,7 +265,6 @@ def score(
 
 
 def _data_by_phase(run: Run, spans: Sequence[Span], steps: Sequence[int]) -> dict[int, str]:
-    """Returns fingerprints of the data of the phases that trained the steps, by phase number; {} without phases."""
     found = {}
     phases = {span.number: span for span in (continuation.phase_of(spans, step) for step in steps if len(spans) > 1)}
     for span in phases.values():

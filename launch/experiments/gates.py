@@ -1,12 +1,9 @@
 """`launch/run evaluate RUN --gates`: compares gates and controls on held-out chunks of a run that trains an adapter.
 
 The adapter has fast weights, which learn while it reads. For each chunk a gate chooses SKIP (keep the fast weights) or
-UPDATE (learn from the chunk). One pass computes the losses of both choices and the gates' signals for every chunk; then
-each gate decides about the same chunks. A control is another pass with the same parameters: without learning; with
-weights that are reset at every mini-batch; with weights that are read before they learn from the same token; or with
-the tokens of every chunk shuffled.
-
-It runs in one process, like the benchmarks.
+UPDATE (learn from the chunk). One pass computes the losses of both choices and the gates' signals; then each gate
+decides about the same chunks. A control is another pass with the same parameters and one change: no learning, weights
+reset at every mini-batch, weights read before they learn from the same token, or shuffled tokens.
 """
 
 import argparse
@@ -60,11 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates the gates of --gates, prints the table, and writes table and chunks to RUN/evaluation. Returns 0.
-
-    Raises UserError if the flags, the file of --against, the run or its data cannot be used: for example, for unknown
-    gates or controls, a budget outside 1 to 3, or a model without a gate.
-    """
+    """Evaluates gates, prints the table, and writes table and chunks to RUN/evaluation."""
     names = [name for name in args.gates.split(",") if name]
     if not names:
         raise UserError("--gates: expected names of gates, such as skip,update,random,oracle,reconstruction")
@@ -117,8 +110,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Report:
-    """Collects, prints and writes the results of one evaluation."""
-
     def __init__(self, loaded: LoadedModel, batches: Sequence[Any], chosen: Mapping[str, Any]):
         assert isinstance(loaded.model, AdaptedDecoder)
         self._loaded, self._model, self._batches, self._gates = loaded, loaded.model, batches, chosen
@@ -139,10 +130,6 @@ class _Report:
         return row
 
     def add_control(self, name: str) -> None:
-        """Evaluates UPDATE under a control, and keeps its losses and a difference.
-
-        This is the difference from UPDATE without the control or, for shuffled tokens, from SKIP on them.
-        """
         model, batches = self._model, self._batches
         if name == SHUFFLED:
             draw = np.random.default_rng(0)
@@ -161,13 +148,6 @@ class _Report:
             )
 
     def compare(self, where: str, theirs: Mapping[tuple[int, int, int], tuple[float, float]]) -> None:
-        """Compares UPDATE's losses with those of another run.
-
-        `theirs` is the result of `_read_chunks` for the file `where`.
-
-        Raises:
-          UserError: the other run has other chunks.
-        """
         places = list(zip(self.chunks.document.tolist(), self.chunks.place.tolist(), strict=True))
         counted: dict[tuple[int, int], int] = {}
         keys = []
@@ -185,7 +165,7 @@ class _Report:
         )
 
     def _milliseconds(self, gate: Any) -> float:
-        """Returns the milliseconds per chunk with a gate; NaN for gates that see all chunks before they decide."""
+        """Returns the milliseconds per chunk; NaN for gates that see all chunks before they decide."""
         if hasattr(gate, "decide_all"):
             return float("nan")
         model = dataclasses.replace(self._model, gate=gate)
@@ -204,10 +184,6 @@ class _Report:
         return 1e3 * float(np.median(times)) / (rows * length // model.chunk)
 
     def _gflops(self, rate: float, gate: Any) -> float:
-        """Returns the forward GFLOPs of a chunk for a gate that updates the share `rate` of the chunks.
-
-        The adapter's layer counts for updated chunks alone, unless the gate runs it before every decision.
-        """
         model = self._model
         reads = getattr(gate, "reads", "")
         runs = 1.0 if reads == "reconstruction" or hasattr(gate, "decide_all") else rate
@@ -215,7 +191,6 @@ class _Report:
         return 1e-9 * model.chunk * (model.base_flops() + runs * model.layer_flops() + head)
 
     def show(self) -> None:
-        """Prints the table of gates, the differences of controls, and the correlations of signals."""
         chunks = self.chunks
         count = units.counted(len(np.unique(chunks.document)), "document")
         print(f"\n{units.counted(len(chunks.tokens), 'chunk')} of {count}, {int(chunks.tokens.sum()):,} tokens")
@@ -240,10 +215,6 @@ class _Report:
         return {name: value for name, value in found.items() if math.isfinite(value)}  # NaN: a constant
 
     def write(self, folder: Any, suffix: str, about: Mapping[str, Any]) -> list[str]:
-        """Writes table and chunks to a folder; returns the paths of the files.
-
-        `suffix` is added to the names of the files, and `about` to the content of the table.
-        """
         result = {**about, "gates": self.rows, "differences": self.differences, "correlations": self._correlations()}
         text = json.dumps(result, indent=1) + "\n"
         files = {f"gates{suffix}.json": text, f"chunks{suffix}.csv": self._csv()}
@@ -264,12 +235,10 @@ class _Report:
 
 
 def _figure(value: float, digits: int) -> str:
-    """Formats a number; `-` for NaN, such as the time of a gate that sees all chunks before it decides."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any], what: str) -> Chunks:
-    """Computes losses and signals of all chunks; `what` names the computation in lines of progress."""
     answers, last = [], time.monotonic()
     with loaded.program.partitioner.tracing():
         step: Callable = jax.jit(lambda params, batch: dict(model.evaluate(params, jax.random.key(0), batch).extras))
@@ -282,10 +251,7 @@ def _evaluated(loaded: LoadedModel, model: AdaptedDecoder, batches: Sequence[Any
 
 
 def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Shuffles the target tokens within every chunk; only those with a weight above 0 move.
-
-    At these places, each input becomes the shuffled target of the place before; the first one of a chunk is unchanged.
-    """
+    """Shuffles the target tokens with weights above 0 within each chunk; inputs follow the shuffled targets."""
     targets, inputs = batch["targets"].copy(), batch["inputs"].copy()
     for row, weights in enumerate(batch["weights"]):
         for begin in range(0, targets.shape[1], chunk):
@@ -296,11 +262,7 @@ def _shuffled(batch: Mapping[str, np.ndarray], chunk: int, draw: np.random.Gener
 
 
 def _read_chunks(file: str) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Reads the chunks file of another evaluation; returns (tokens, UPDATE's loss) by (document, place, occurrence).
-
-    Raises:
-      UserError: the file cannot be read, or is not such a file.
-    """
+    """Returns (tokens, loss of UPDATE) by (document, place, occurrence) from another evaluation's file."""
     found: dict[tuple[int, int, int], tuple[float, float]] = {}
     counted: dict[tuple[int, int], int] = {}
     try:

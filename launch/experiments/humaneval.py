@@ -1,4 +1,4 @@
-"""`launch/run evaluate --humaneval`: lets a run's model or a published one write programs; unit tests score them."""
+"""`launch/run evaluate --humaneval`: lets a model write programs, which unit tests score."""
 
 import argparse
 from collections.abc import Sequence
@@ -33,11 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the problems, loads the model, and prints pass@k; --json also writes every completion. Returns 0.
-
-    Raises UserError without --allow-code, if the problems, the model or the flags cannot be used, or if programs cannot
-    be confined on this machine.
-    """
+    """Prints pass@k of the programs that the model writes; --json writes the completions."""
     limit = benchmarks.require_benchmark(args)
     if args.temperature is not None and args.samples in (None, 1):
         raise UserError("--temperature is of several samples, and one sample is greedy: give --samples, too")
@@ -62,14 +58,11 @@ def solve(problems: Sequence[Problem], scores: TextScores, *, samples: int, temp
       problems: the problems.
       scores: the model.
       samples: completions per problem; 1: one greedy completion.
-      temperature: sampling temperature; unused for a greedy completion.
+      temperature: sampling temperature of several completions.
 
     Returns:
-      As JSON values: `evaluated_on`, a description; `pass_at`, pass@k by k; and `samples`, every completion with its
-        outcome.
-
-    Raises:
-      UserError: programs cannot be confined on this machine, or the model cannot generate.
+      JSON values: `evaluated_on`, a description; `pass_at`, pass@k by k; `samples`, the completions with their
+        outcomes.
     """
     sandbox.require_confinement()
     prompts = [problem.prompt for problem in problems for _ in range(samples)]

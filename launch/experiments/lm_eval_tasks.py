@@ -1,7 +1,6 @@
 """`launch/run evaluate --lm-eval`: scores a model on tasks of lm_eval, EleutherAI's evaluation harness.
 
-lm_eval builds the requests of its tasks and computes the scores; this module answers the requests with `TextScores`.
-The library is an optional extra, so it is imported only inside functions.
+lm_eval builds the requests of its tasks and computes the scores; this module answers the requests.
 """
 
 import contextlib
@@ -24,12 +23,7 @@ _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 
 @dataclasses.dataclass(frozen=True)
 class Tasks:
-    """Tasks that lm_eval has found.
-
-    Attributes:
-      names: names of tasks, groups or tags, as given.
-      manager: the task manager of lm_eval.
-    """
+    """Tasks that lm_eval has found: names of tasks, groups or tags, and its task manager."""
 
     names: Sequence[str]
     manager: Any
@@ -38,13 +32,10 @@ class Tasks:
 def find(names: str, *, folder: str | None) -> Tasks:
     """Finds tasks by their names, separated by commas.
 
-    Args:
-      names: names of tasks, groups or tags.
-      folder: folder of further tasks, as YAML files; None: only those of the library.
+    `folder`: a folder of further tasks, as YAML files; None: only those of the library.
 
     Raises:
-      UserError: lm_eval is not installed, or there is no such task or folder; or a task's file is malformed, its data
-        cannot be read, it runs programs that the model writes, or it uses unknown generation options.
+      UserError: lm_eval is not installed, or a task does not exist or cannot be used.
     """
     extras.require("lm_eval", extra="lm-eval", what="--lm-eval")
     from lm_eval.tasks import TaskManager
@@ -80,7 +71,7 @@ def find(names: str, *, folder: str | None) -> Tasks:
 
 @contextlib.contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """Converts exceptions to UserErrors, because those of lm_eval have many types: of the hub, of files, of YAML."""
+    """Converts exceptions to UserErrors, because those of lm_eval have many types."""
     try:
         yield
     except Exception as error:
@@ -90,12 +81,9 @@ def _refusing(what: str) -> Iterator[None]:
 
 
 def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str, dict[str, float]]:
-    """Returns the metrics of each task and group by name, with standard errors, where known, as `NAME_stderr`.
+    """Returns the metrics of each task and group, by name.
 
-    Args:
-      tasks: from `find`.
-      scores: the model.
-      limit: the number of documents of each task, from the first; None: all.
+    `limit`: the number of documents of each task, from the first; None: all.
     """
     import lm_eval
 
@@ -107,11 +95,7 @@ def evaluate(tasks: Tasks, scores: TextScores, *, limit: int | None) -> dict[str
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics that are numbers, by name.
-
-    In lm_eval's names, such as `acc,strict`, the name of a filter of the answers follows the comma; the filter `none`
-    is left out of the name. Entries whose names have no comma are no metrics.
-    """
+    """Returns the metrics that are numbers, by name, such as `acc` for lm_eval's `acc,none`."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in metrics.items()
@@ -126,8 +110,6 @@ def adapter(scores: TextScores) -> Any:
     vocabulary = scores.model.vocabulary
 
     class Adapter(TemplateLM):
-        """Answers lm_eval's requests, all at once, because the scorer sorts and batches them."""
-
         eot_token_id = vocabulary.eos_id
         prefix_token_id = vocabulary.bos_id
 
@@ -158,13 +140,7 @@ def adapter(scores: TextScores) -> Any:
 
 
 def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a task's generation options to arguments of `TextScores.continued`.
-
-    Without options, a continuation is greedy and has at most USUAL_TOKENS tokens.
-
-    Raises:
-      UserError: an option is not known, or a value is malformed.
-    """
+    """Converts a task's generation options to arguments of `TextScores.continued`."""
     options = dict(given)
     until = options.pop("until", None) or []
     until = [until] if isinstance(until, str) else until

@@ -1,7 +1,6 @@
-"""`launch/run evaluate RUN --pictures`: draws which patches of images a selector chose for questions about them.
+"""`launch/run evaluate RUN --pictures`: draws which patches of images a model chose for questions.
 
-Each row of the sheet is one image, with a panel for each of several questions about it; patches that were not chosen
-are pale. It runs in one process, like the benchmarks.
+Each row of the sheet is one image, with a panel for each question; patches that were not chosen are pale.
 """
 
 import argparse
@@ -32,7 +31,7 @@ class Panel(NamedTuple):
     Attributes:
       image: [H, W, 3] uint8.
       chosen: [N] bool, whether each of the image's N patches was chosen.
-      lines: the lines of text below the image.
+      lines: lines of text below the image.
     """
 
     image: np.ndarray
@@ -47,11 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the sheet to RUN/evaluation/pictures.png, RUN being the run directory. Returns 0.
-
-    Raises UserError if other flags exclude --pictures, the run cannot be loaded or is not one of questions about
-    images, or its data are missing.
-    """
+    """Writes the sheet to RUN/evaluation/pictures.png."""
     if args.num_examples:
         raise UserError("--pictures chooses its own examples: leave --num-examples out")
     found = asked.opened(args, "--pictures")
@@ -66,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
     """Yields at most QUESTIONS questions about each of the first IMAGES images.
 
-    It prefers questions about other cells than those already taken, and among these, questions of other kinds.
+    It prefers questions about different cells of the image, and of different kinds.
     """
     by_image: dict[str, list[Question]] = {}
     for question in questions:
@@ -80,13 +75,12 @@ def same_image(questions: Sequence[Question]) -> Iterator[list[Question]]:
 
 
 def _likeness(question: Question, others: Sequence[Question]) -> tuple[int, int]:
-    """Returns how many of the others point at the same cell, and how many are of the same kind."""
     same_cell = sum(question.cells[:1] == other.cells[:1] for other in others)
     return same_cell, sum(question.kind == other.kind for other in others)
 
 
 def answered(found: Asked, groups: Sequence[Sequence[Question]]) -> list[list[Panel]]:
-    """Answers groups of questions with the model; returns one panel per question, in the same groups."""
+    """Answers groups of questions; returns one panel per question, in the same groups."""
     answers = found.answers([question for group in groups for question in group])
 
     def panel(of: Answered) -> Panel:

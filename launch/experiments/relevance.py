@@ -1,9 +1,8 @@
-"""`launch/run evaluate RUN --relevance`: measures whether a selector looks where questions point.
+"""`launch/run evaluate RUN --relevance`: measures whether a model looks where questions point.
 
 A selector chooses the patches of an image that the model reads. The data say which cells of an image each question is
-about (`tasks.vision.question_lines`). For each kind of question, the table shows the share of right answers, and the
-share of the chosen patches that lie in these cells. If two questions about one image have no cell in common, few
-patches should be chosen for both; the mean share of such patches is printed, too.
+about. The table shows, by kind of question, the share of right answers and the share of chosen patches in these cells.
+For questions about different cells of one image, the mean share of common patches is printed, too.
 """
 
 import argparse
@@ -31,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, and how choices for the same image overlap. Returns 0.
-
-    Raises UserError if other flags exclude --relevance, the run cannot be loaded or is not one of questions about
-    images, its data are missing, its images are cropped, or a question has no cells.
-    """
+    """Prints the table, and how choices for the same image overlap."""
     if args.num_examples:
         raise UserError("--relevance takes all questions: leave --num-examples out")
     found = asked.opened(args, "--relevance")
@@ -59,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(answers: Sequence[Answered]) -> Table:
-    """Returns the table: a row for each kind of question and, if there are several, one for all."""
+    """Returns a table: a row for each kind of question and, if there are several, one for all."""
     found = Table("kind", "questions", "right", "chosen patches in the asked cells", "of all patches")
     kinds = sorted({answer.question.kind for answer in answers})
     for kind in [*kinds, *([""] if len(kinds) > 1 else [])]:
@@ -72,7 +67,7 @@ def table(answers: Sequence[Answered]) -> Table:
 
 
 def share_inside(chosen: np.ndarray, grid: int, cells: Iterable[int]) -> float:
-    """Returns the share of the chosen patches that lie in the given cells of an image; 0 if none is chosen.
+    """Returns the share of the chosen patches that lie in the given cells; 0 if none is chosen.
 
     Args:
       chosen: [N] bool, whether each patch of a square image was chosen.
@@ -86,9 +81,9 @@ def share_inside(chosen: np.ndarray, grid: int, cells: Iterable[int]) -> float:
 
 
 def overlaps(answers: Sequence[Answered]) -> list[float]:
-    """Returns the share of common patches for each pair of questions about one image that have no common cell.
+    """Returns the share of common patches for pairs of questions about one image without a common cell.
 
-    The share is the number of patches chosen for both, divided by the number in the larger of the two choices.
+    The share is the number of patches chosen for both, divided by the larger number of chosen patches.
     """
     by_image: dict[str, list[Answered]] = {}
     for answer in answers:

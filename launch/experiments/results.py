@@ -1,7 +1,4 @@
-"""`launch/run suite`: runs many experiments one after another and collects their results in one table.
-
-The table has one row per experiment: its configuration, its cost, how far it was trained and its scores.
-"""
+"""`launch/run suite`: runs many experiments one after another and collects their results in one table."""
 
 import argparse
 import csv
@@ -64,12 +61,7 @@ class _CountsRunFlops(Protocol):
 
 
 class _CutsPuzzles(Protocol):
-    """A task that may use a part of its puzzles (None: all).
-
-    Attributes:
-      asked: the number of training puzzles, and of copies of each puzzle.
-      eval_puzzles: the number of held-out puzzles, drawn with `eval_seed`.
-    """
+    """A task that may use a part of its puzzles; None means all."""
 
     asked: tuple[int | None, int | None]
     eval_puzzles: int | None
@@ -81,8 +73,7 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Returns a row of results per entry, in order.
 
-    `status` and `run_dirs` are by entry id, as in `Suite`, where a duplicate has the run directory of the entry that is
-    run instead.
+    `status` and `run_dirs` are by entry id, as in `Suite`.
     """
     told = settings(entries)
     found = [_row(entry, told[entry.id], status[entry.id].text, run_dirs[entry.id]) for entry in entries]
@@ -97,7 +88,7 @@ def rows(
 
 
 def settings(entries: Sequence[Entry]) -> dict[str, list[str]]:
-    """Returns, by entry id, the settings that differ within the entry's group (`BATCH_SIZE = 8`), without the seed."""
+    """Returns, by entry id, the settings that differ within a group, without the seed."""
     told = {}
     for group in dict.fromkeys(entry.group for entry in entries):
         members = [entry for entry in entries if entry.group == group]
@@ -151,7 +142,7 @@ def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[s
 
 
 def trained_parameters(run: Experiment) -> int:
-    """Counts trained parameters, without those of kind "table", of which a step uses only a few rows."""
+    """Counts trained parameters, without those of kind "table", of which a step uses few rows."""
     model: Any = run.model  # `Field` is a frozen dataclass, so it is hashable
     return _trained_parameters(model, tuple(run.task.spec(run.task.num_streams).items()), tuple(run.frozen))
 
@@ -164,21 +155,21 @@ def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...], fro
 
 
 def depth(model: Model) -> int | None:
-    """Returns the number of layers that a training step applies in sequence; None if the model does not say."""
+    """Returns how many layers a training step applies in sequence; None if not known."""
     if can(model, _Recurs):
         return model.effective_depth
     return model.num_layers if can(model, _HasLayers) else None
 
 
 def _eflop(run: Experiment, steps: int) -> float | None:
-    """Returns the training EFLOPs (1e18) up to a step, without rematerialization and evaluation; None if unknown."""
+    """Returns the training EFLOPs (1e18) up to a step, without rematerialization; None if unknown."""
     if can(run.model, _CountsRunFlops):
         return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
     return run.flops_per_step * steps / _EXA if run.flops_per_step else None
 
 
 def evaluated_on(run: Experiment) -> str:
-    """Describes, from the configuration alone, the rows on which the run evaluates."""
+    """Describes, from the configuration, the rows on which the run evaluates."""
     most = run.evaluation.eval_batches * run.batch_size
     if can(run.task, _CutsPuzzles) and (count := run.task.eval_puzzles) is not None:
         return f"at most {min(most, count):,} held-out puzzles, seed {run.task.eval_seed}"
@@ -186,7 +177,7 @@ def evaluated_on(run: Experiment) -> str:
 
 
 def as_csv(table: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table as CSV, without learning curves; numbers are not rounded."""
+    """Returns the table as CSV, without learning curves."""
     out = io.StringIO()
     names = [name for name in table[0] if name != "curve"] if table else []
     writer = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
@@ -219,12 +210,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the experiments, runs them (unless --list or --analyze) and writes the results (unless --list or --check).
+    """Runs, lists or analyzes the experiments of a suite.
 
-    Returns 0 if all are done or nothing is run, 1 if any failed, or the exit code of an interruption or preemption.
-
-    Raises UserError if flags exclude one another, an experiment has mistakes, no run could start here, or matplotlib is
-    not installed.
+    Returns 0 if all are done or nothing is run, 1 if one is not done, or the exit code of an interruption.
     """
     jax.config.update("jax_platforms", "cpu")  # for this process; the runs that it starts use the chips
     runs = not (args.analyze or args.list)
@@ -271,7 +259,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_places(entries: Sequence[Entry], root: str) -> None:
-    """Raises UserError for several slices, or if the hosts of a slice would not share the run directories."""
     names: dict[str, str] = {}
     for entry in entries:
         names.setdefault(entry.experiment.slice, entry.id)
@@ -306,7 +293,6 @@ def _table(suite: Suite) -> Table:
 
 
 def _shown(suite: Suite, entry: Entry) -> dict[str, str]:
-    """Returns the results of an entry's run as text, by heading, without missing ones."""
     if entry.same_as or suite.mode.check:
         return {}
     found = metrics.read(suite.run_dirs[entry.id])
@@ -326,7 +312,6 @@ def _print_failures(suite: Suite) -> None:
 
 
 def _write(suite: Suite, *, name: str, out: Path) -> None:
-    """Writes the results as CSV and as an HTML page."""
     from launch.experiments import results_page  # matplotlib takes a second to import
 
     table = rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)

@@ -32,7 +32,7 @@ _PAGE = """<!doctype html>
 
 
 def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
-    """Returns the HTML of the page. `table` has the rows of `results.rows`; `note` is a sentence below the title."""
+    """Returns the HTML page; `table` has the rows of `results.rows`."""
     return _PAGE.format(
         title=html.escape(title),
         note=html.escape(note),
@@ -42,10 +42,7 @@ def page(table: Sequence[ResultRow], *, title: str, note: str) -> str:
 
 
 def charts(table: Sequence[ResultRow]) -> list[str]:
-    """Returns SVG charts for each kind of score: one against each quantity that varies, and one by training step.
-
-    Returns [] if no row has a score.
-    """
+    """Returns SVG charts of scores, against quantities that vary and by training step."""
     return [chart for score in _SCORES for chart in _charts([row for row in table if row["score"] == score], score)]
 
 
@@ -75,9 +72,9 @@ def _charts(table: Sequence[ResultRow], score: str) -> list[str]:
 
 
 def varying(rows: Sequence[ResultRow], column: str) -> list[ResultRow]:
-    """Returns the rows of groups in which the numbers of a column differ by more than 1%, one row for each run.
+    """Returns the rows of groups in which the numbers of a column vary by more than 1%.
 
-    Other groups would plot as a vertical line. Rows without a number in the column are dropped.
+    There is one row for each run. Rows without a number in the column are dropped.
     """
     once: dict[str, ResultRow] = {}
     for group in dict.fromkeys(row["group"] for row in rows):

@@ -1,8 +1,4 @@
-"""Finds runs and reads their configurations.
-
-The run directory, local or in a bucket, is the only record of a run. It suffices for evaluating the run, and a suite
-that is started again reads from run directories which experiments are done.
-"""
+"""Finds runs and reads their configurations, from run directories alone."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -29,7 +25,7 @@ class SavedRun(NamedTuple):
     Attributes:
       run_dir: the run directory, as a resolved path.
       config: the configuration of the run, after overrides.
-      step: the step of the checkpoint that `config` was read from; None: it was read from the run directory.
+      step: the checkpoint's step that `config` was read from; None: the run directory.
     """
 
     run_dir: str
@@ -40,19 +36,15 @@ class SavedRun(NamedTuple):
 def read(
     run_dir: str, *, step: paths.Path | None = None, bindings: Sequence[str] = (), slice_name: str | None = None
 ) -> SavedRun:
-    """Reads the configuration of a run; `bindings` and `slice_name` override it.
-
-    The configuration may name public constructors (`launch.config.trust`), and those of modules that `bindings` import.
+    """Reads the configuration of a run.
 
     Args:
       run_dir: the run directory, local or gs://.
-      step: the folder of a checkpoint whose own configuration is read, if it has one, because the run's may have
-        changed since; None: the configuration of the run directory is read.
-      bindings, slice_name: as for `loader.load`.
+      step: the folder of a checkpoint whose configuration is read, if it has one; None: the run's.
+      bindings, slice_name: override the configuration, as in `loader.load`.
 
     Raises:
-      UserError: there is no run, it is a published model or a run of `renga.Trainer`, which gin cannot build, the
-        checkpoint is damaged, or the configuration or the bindings have mistakes.
+      UserError: there is no run that gin can build, or its configuration has mistakes.
     """
     is_of_hub = run_dir.startswith(published_files.HUB)
     folder = paths.resolve("." if is_of_hub else run_dir)
@@ -76,7 +68,7 @@ def read(
 
 
 def refuse_published(text: str) -> None:
-    """Raises UserError if `text` names a published model instead of a run; nothing is downloaded."""
+    """Raises UserError if `text` names a published model instead of a run."""
     is_of_hub = text.startswith(published_files.HUB)
     if is_of_hub or (paths.resolve(text) / published_files.CONFIG).exists():
         said = "" if is_of_hub else families.of_images(families.read_config(paths.resolve(text)))
@@ -87,13 +79,9 @@ def refuse_published(text: str) -> None:
 
 
 def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
-    """Reads the configuration that is saved in a checkpoint: that of `step` or, if it is None, the newest.
+    """Reads the configuration that is saved in a checkpoint or, without checkpoints, the run's.
 
-    For a run without checkpoints, the configuration of the run directory is read. `options` are `bindings` and
-    `slice_name` of `read`.
-
-    Raises:
-      UserError: as `read`, or there is no such checkpoint.
+    `step`: the checkpoint's step; None: the newest. `options`: `bindings` and `slice_name` of `read`.
     """
     if run_dir.startswith(published_files.HUB) or not steps.has_folder(run_dir):
         return read(run_dir, **options)
@@ -103,20 +91,18 @@ def read_step(run_dir: str, *, step: int | None, **options: Any) -> SavedRun:
 
 
 def _text_of_step(step: paths.Path) -> str | None:
-    """Returns the configuration in the metadata of a checkpoint; None if it has none."""
     with reading.refusing_damage(step):
         return steps.read(step).meta.get("config")
 
 
 def described(experiment: Experiment) -> str:
-    """Returns gin comments that describe an experiment of `renga.Trainer`; they are saved as its configuration."""
+    """Returns gin comments that describe an experiment of `renga.Trainer`, to save as its configuration."""
     groups = [experiment, *(getattr(experiment, name) for name in GROUPS)]
     lines = [f"# {name} = {identity.text(value)}" for part in groups for name, value in _unusual(part)]
     return "\n".join([_OF_PYTHON, *lines]) + "\n"
 
 
 def _unusual(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yields name and value of the settings of an experiment or group that have no default or differ from it."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -131,10 +117,9 @@ def config(run_dir: str) -> str | None:
 
 
 def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()) -> dict[str, list[str]]:
-    """Returns, for each of the configurations `texts`, the directories of runs with the same configuration.
+    """Returns, for each of the configurations `texts`, the directories of runs with it.
 
-    It looks in the folders of `root`, such as quickstart-v4-16, and in their folders, such as exp01/exp01a. Settings
-    named in `ignoring` may differ.
+    It looks in the folders of `root`, and in their folders. Settings named in `ignoring` may differ.
     """
     found: dict[str, list[str]] = {text: [] for text in texts}
     folder = paths.resolve(root)

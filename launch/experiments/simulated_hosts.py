@@ -24,10 +24,7 @@ _PASSED_ON = (
 
 
 def evaluate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    """Runs `launch/run evaluate` with the arguments on every simulated host; returns the exit code of `simulate.run`.
-
-    Logs go to RUN/logs or, for a run in a bucket or a published model, to runs/NAME/logs in the working directory.
-    """
+    """Runs `launch/run evaluate` on the simulated hosts; returns the exit code."""
     is_published = published_files.is_published(args.run_dir)
     # The path is resolved: simulated hosts have another home directory.
     run_dir = args.run_dir if is_published else os.fspath(paths.resolve(args.run_dir))

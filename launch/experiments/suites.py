@@ -1,11 +1,7 @@
 """Loads the experiments of a suite, detects duplicates, and runs them one after another, each in its own process.
 
-Two experiments with the same canonical configuration text (`launch.config`) are duplicates, and run once. All
-experiments are loaded, built and checked before the first one starts, so a mistake in the last one is found at once.
-
-An experiment is started with the command that a user would type (`launch/pod.sh SLICE FILE …`), so a crash affects only
-that experiment, and an interrupted run resumes from its checkpoint. The output of the process goes to a log; results
-are read from the run directory.
+Two experiments with the same canonical configuration text are duplicates, and run once. All experiments are checked
+before the first one starts. Results are read from the run directories.
 """
 
 import dataclasses
@@ -73,19 +69,16 @@ class Entry:
 
 
 def groups() -> list[str]:
-    """Returns the names of all groups in `gin/trm`."""
+    """Returns the names of the groups in `gin/trm`."""
     folders = HOME.iterdir() if HOME.is_dir() else ()  # an optional part
     names = [folder.name for folder in folders if any(folder.glob("*.gin"))]
     return sorted(names, key=lambda name: (not name.startswith("exp"), name))
 
 
 def files(group: str) -> list[Path]:
-    """Returns the experiment files of a group, of all groups with a prefix (`exp02`), or of a folder.
+    """Returns the experiment files of a group, of groups with a prefix, or of a folder.
 
     `all` stands for the groups with the prefixes NUMBERED.
-
-    Raises:
-      UserError: there is no such group, or the folder contains no experiment.
     """
     if "/" in group or Path(group).is_dir():
         return _of_folder(Path(group))
@@ -118,20 +111,16 @@ def load(
     level: str | None = None,
     check_data: bool = True,
 ) -> list[Entry]:
-    """Loads every experiment with every seed, and marks duplicates.
+    """Loads the experiments with the seeds, and marks duplicates.
 
     Args:
       paths: experiment files.
       bindings: gin bindings for all of them.
       slice_name: the slice; None: the one in each file.
-      seeds: 0 stands for the seed of the file; others are bound to SEED.
+      seeds: 0 stands for the seed of the file.
       root: the folder of the run directories; None: `environment.run_root()`.
-      level: the level of the check to make instead of a run, which may add a suffix to the run directory; None: a run.
-      check_data: whether problems with the data, such as missing files, are mistakes; not used with `level`, as the
-        check itself looks for the data.
-
-    Raises:
-      UserError: lists the mistakes in all files.
+      level: the level of a check to make instead of a run; None: a run.
+      check_data: whether problems with the data are mistakes; not used with `level`.
     """
     problems: dict[str, list[str]] = {}  # the names of the experiments with each mistake
     first: dict[str, str] = {}
@@ -160,7 +149,7 @@ def load(
 
 
 def seeds_run(files: Sequence[Path], root: str) -> list[int]:
-    """Returns the seeds for which any experiment of the files has a run directory in `root`, and 0, the file's own."""
+    """Returns the seeds with which experiments of the files were run in `root`, and 0."""
     of_files = {(path.resolve().parent.name, path.stem) for path in files}
     found = {0}
     for group in {group for group, _ in of_files}:
@@ -177,10 +166,7 @@ def _of_experiments(names: Sequence[str]) -> str:
 
 
 def as_run(entry: Entry, *, text: str) -> Entry:
-    """Returns a copy of an entry with the experiment that a run's canonical text describes.
-
-    Raises UserError if the text has mistakes or names what is not trusted.
-    """
+    """Returns a copy of an entry with the experiment that a run's canonical text describes."""
     if text == entry.text:
         return entry
     trust = Trust(config.parse(entry.text).imports.values())
@@ -219,7 +205,7 @@ class Suite:
 
     Attributes:
       entries: entries of the suite.
-      status: the status, by entry id; the text of a duplicate's names the experiment that is run instead.
+      status: the status, by entry id.
       run_dirs: the run directories with the results, by entry id.
       logs: file with the output of the process, by entry id.
     """
@@ -233,10 +219,9 @@ class Suite:
         }
 
     def find_done(self) -> None:
-        """Marks experiments as DONE that have a finished run in their own run directory or in `root`.
+        """Marks experiments that are done, and those whose directory has a run of another one.
 
-        Otherwise an experiment is REFUSED if its run directory has the run of another experiment. A suite of checks
-        marks none of either. A duplicate gets the run directory of the experiment that is run instead.
+        With `mode.check`, it marks none.
         """
         found = {} if self.mode.check else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
         for entry in self.entries:
@@ -265,11 +250,9 @@ class Suite:
             self.status[entry.id] = Status(State.REFUSED, said)
 
     def gather(self) -> None:
-        """Finds existing runs of the experiments, with any SLICE and DATA, and sets `status` and `run_dirs`.
+        """Finds existing runs of the experiments, with any SLICE and DATA.
 
         An entry with a run gets the configuration recorded in the run directory.
-
-        Raises UserError if the configuration of a run has mistakes or names what is not trusted.
         """
         found = saved_run.find_runs(self._root, [e.text for e in self.entries], ignoring=LOCATION)
         for number, entry in enumerate(self.entries):
@@ -288,14 +271,12 @@ class Suite:
             self.status[entry.id] = Status(State.DONE if step >= last else State.UNFINISHED, text)
 
     def run(self, requested: Sequence[int] = ()) -> int:
-        """Runs the experiments that are not done, printing a line for each change; continues after failures.
+        """Runs the experiments that are not done; continues after failures.
 
-        `requested` gets an exit code when this process is asked to stop (`supervise.stop_requests`); then the current
-        run is stopped.
+        `requested` gets an exit code when this process is asked to stop.
 
         Returns:
-          0 if all are done, 1 if any failed, 143 or 130 if a run was preempted or interrupted (the rest is not
-          started), or the exit code of a signal that stopped the suite.
+          0 if all are done, 1 if one is not, or the exit code of an interruption.
         """
         for entry in self.entries:
             if entry.same_as or self.status[entry.id].state != State.WAITING:
@@ -330,11 +311,11 @@ class Suite:
         return self.status.get(entry.same_as or entry.id, self.status[entry.id]).state != State.DONE
 
     def last_lines(self, entry: Entry) -> list[str]:
-        """Returns the last lines, at most 5, of the output of the entry's process; [] if there is no log."""
+        """Returns the last lines of the output of the entry's process; [] if there is no log."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
 
 
 def difference(existing: str, wanted: str) -> str:
-    """Describes the first setting that differs between two configurations, given as canonical texts."""
+    """Describes the first setting in which two canonical texts differ."""
     return next((str(found) for found in differences.between(existing, wanted)), "their imports differ")

@@ -29,15 +29,13 @@ class TextScores:
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """The scorer of likelihoods. Raises UserError if the model computes no logits."""
+        """The scorer of likelihoods."""
         return Scorer(self.model.program, self.model.params)
 
     def encoded(self, text: str, *, with_bos: bool | None = None) -> list[int]:
         """Converts text to ids.
 
-        Args:
-          text: the text.
-          with_bos: whether to begin with the begin-of-text id (once); None: as this model's texts begin.
+        `with_bos`: whether to begin with the begin-of-text id; None: as this model's texts begin.
         """
         vocabulary = self.model.vocabulary
         found = vocabulary.encode(text)
@@ -45,11 +43,11 @@ class TextScores:
         return beginning_with_bos(found, vocabulary) if begins else found
 
     def likelihoods(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Returns the likelihood of each continuation, given as pairs: ids of a context, ids of its continuation."""
+        """Returns the likelihood of each continuation, given pairs of ids: context and continuation."""
         return self.scorer.score(pairs)
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Returns the log-likelihood of each whole text in nats, as `encoded`, given the begin-of-text id before it.
+        """Returns the log-likelihood of each whole text in nats, given the begin-of-text id.
 
         A text longer than the model's positions is cut into parts, each with as much context before it as fits.
         """
@@ -74,12 +72,9 @@ class TextScores:
         Args:
           prompts: the prompts, as text.
           until: stop strings; empty ones are ignored.
-          max_tokens: largest number of new ids per prompt.
+          max_tokens: most new ids per prompt.
           sampling: how ids are drawn; by default, the most likely one is taken.
           seed: seed of the draws.
-
-        Raises:
-          UserError: `max_tokens` leaves no positions for a prompt, or the model cannot generate.
         """
         most = self.model.generator.max_positions
         if most is not None and max_tokens >= most:
@@ -107,8 +102,6 @@ class TextScores:
 
 
 class _StopsEveryRow:
-    """Ends a call of the generator when every row has a stop string or has ended."""
-
     def __init__(self, model: LoadedModel, until: Sequence[str], prompts: Sequence[Sequence[int]]):
         self._model, self._until, self._prompts = model, until, prompts
         self._ids: list[list[int]] = [[] for _ in prompts]
@@ -126,5 +119,5 @@ class _StopsEveryRow:
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """Returns the text before the first of the stop strings in it; the whole text if it has none."""
+    """Returns the text before the first of the stop strings; the whole text without one."""
     return text[: min((found for stop in until if (found := text.find(stop)) >= 0), default=len(text))]

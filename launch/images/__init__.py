@@ -1,1 +1,1 @@
-"""Loads models of images and text, published or of a run, for the commands that generate text, and exports runs."""
+"""Loads models of images and text for generation, and exports runs of them."""

@@ -21,7 +21,7 @@ EXPORTS = "a model of images and text"
 
 
 def exporter(model: Any) -> Callable[[str, Experiment, paths.Path, bool], Exported] | None:
-    """Returns a function that makes the export of a model; None if the model is not a `VisionLanguageModel`.
+    """Returns a function that makes the export; None if the model is not a `VisionLanguageModel`.
 
     Its arguments are the run, its experiment, the folder of the checkpoint, and whether to merge adapters.
     """
@@ -29,11 +29,6 @@ def exporter(model: Any) -> Callable[[str, Experiment, paths.Path, bool], Export
 
 
 def _exported(run: str, experiment: Experiment, step: paths.Path, is_merged: bool) -> Exported:
-    """Returns the export of a model.
-
-    Raises UserError if its run did not begin with a published model of images and text, or if adapters are not merged,
-    or there are none to merge.
-    """
     del step
     model: Any = experiment.model
     if model.lora is not None and not is_merged:
@@ -74,16 +69,11 @@ def _exported(run: str, experiment: Experiment, step: paths.Path, is_merged: boo
 
 
 def _without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the dtype of its tensors, also in the configurations inside."""
     kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     return {key: _without_dtype(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def _processor_files(folder: paths.Path, task: Any) -> dict[str, str]:
-    """Returns the texts of the image processor's files, by name.
-
-    If the run was trained on whole images, they say that images are not split into parts.
-    """
     found = {name: (folder / name).read_text() for name in published_files.PROCESSOR_FILES if (folder / name).exists()}
     prompts = task.prompts if isinstance(task, ImageQuestions) else None
     if prompts is None or prompts.input.processor.frame is None:

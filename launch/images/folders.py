@@ -50,11 +50,7 @@ class FolderSight:
         return model
 
     def expanded(self, text: str, images: Images) -> str:
-        """Returns a prompt in which each image token is repeated once for each vector of its image.
-
-        Raises:
-          UserError: the prompt has another number of image tokens than there are images, or an image cannot be read.
-        """
+        """Repeats each image token of a prompt once for each vector of its image."""
         parts, token = self.prompts.parts(text), self.prompts.token
         has, given = units.counted(len(parts) - 1, "image token"), units.counted(len(images), "image")
         if len(parts) > 1 and not images:
@@ -81,10 +77,7 @@ class FolderSight:
             )
 
     def vectors(self, ids: Sequence[int], images: Images) -> Vectors | None:
-        """Returns the vectors of the images of a prompt; None without images.
-
-        Raises UserError if an image cannot be read.
-        """
+        """Returns the vectors of the images of a prompt; None without images."""
         if not images:
             return None
         frames = np.concatenate([each.pixels for each in self._prepared(images)])
@@ -127,10 +120,6 @@ def load(
     Args:
       folder: the folder of the model.
       slice_name, bindings, dtype, strategy, check, check_model: as in `launch.loaded_model.load`.
-
-    Raises:
-      UserError: a file is missing, damaged, or describes a model that is not supported; `bindings` have mistakes; or
-        the layout does not fit the slice or the devices of this process.
     """
     choice = loaded_model.chosen(_GIN, folder, bindings, dtype, check)
     model: VisionLanguageModel = choice.model
@@ -155,11 +144,7 @@ def load(
 def seeing(model: LoadedModel, task: Any) -> LoadedModel:
     """Returns the decoder of a run, with a `FolderSight` that makes vectors of images.
 
-    Returns `model` itself if its task is not one of questions about images, or it has a selector of patches.
-
-    Args:
-      model: the model of the run, with or without its parameters.
-      task: the task of the run.
+    Returns `model` itself if `task` is not one of questions about images, or the model has a selector of patches.
     """
     whole: Any = model.model
     if not isinstance(task, ImageQuestions) or task.prompts is None or whole.selector is not None:
@@ -177,7 +162,6 @@ def seeing(model: LoadedModel, task: Any) -> LoadedModel:
 
 
 def _of(params: Any, *, of_decoder: bool) -> Any:
-    """Returns the decoder's part of a tree of parameters if `of_decoder`, otherwise the rest."""
     found: dict[str, dict[str, Any]] = {}
     for module, leaves in params.items():
         for name, leaf in leaves.items():

@@ -1,9 +1,4 @@
-"""`launch/run agreement`: measures, on this machine's CPU, how strategies change the results of training.
-
-`parallel.verify.agreement` compares programs. This module provides their inputs: the models of `agreement_subjects`, or
-an experiment with batches of its own task. The devices belong to this process or, with --processes, to several
-processes that simulate the slice. These read the batches from files, and host 0 writes the results to files (`record`).
-"""
+"""`launch/run agreement`: measures, on this machine's CPU, how strategies change the results of training."""
 
 import argparse
 import dataclasses
@@ -42,21 +37,16 @@ EXAMPLE = """launch/run agreement
 
 
 def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment:
-    """Shrinks an experiment to sizes that all examples can shard; keeps a model or task that cannot shrink.
+    """Reduces an experiment to small sizes that the examples can shard.
 
-    Raises:
-      UserError: a strategy's mesh does not fit its slice.
+    A model or task that has no smaller sizes stays.
     """
     first, *others = [dataclasses.replace(experiment, slice=e.slice, strategy=e.strategy) for e in examples.values()]
     return smoke.shrink(first, beside=others, partly=True)
 
 
 def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
-    """Returns the first `steps` training batches of the experiment's own task, in the shapes of its spec.
-
-    Raises:
-      UserError: the data is missing, does not fit the model, or differs from the task's spec.
-    """
+    """Returns the first training batches of the experiment's own task."""
     one = ONE_DEVICE
     alone = dataclasses.replace(experiment, slice=one.slice, strategy=one.strategy, accum_steps=1, gather_once=False)
     program = alone.bind(jax.devices())
@@ -77,20 +67,14 @@ def rows_for(examples: Mapping[str, Example]) -> int:
 def measure_played(
     subject: Subject, examples: Mapping[str, Example], data: Sequence[Batch], *, processes: int, command: Sequence[str]
 ) -> dict[str, Apart]:
-    """Compares every example with one device, in float32, with the example's devices divided among several processes.
+    """Compares each example, with its devices divided among processes, with one device in float32.
 
     Args:
       subject: the model and its training options.
       examples: strategies with their slices, by name.
       data: global batches, one for each step.
-      processes: the number of processes per slice.
-      command: the command that each process runs, with `--into FOLDER --record NAME …` added, to call `record`.
-
-    Returns:
-      The differences from one device, by name of the example.
-
-    Raises:
-      UserError: a slice cannot be divided among so many processes, or these failed.
+      processes: number of processes per slice.
+      command: the command of each process, without `--into` and `--record`.
     """
     want = agreement.run(subject.alone(data[0], dtype="float32"), data)
     found: dict[str, Apart] = {}
@@ -112,16 +96,13 @@ def measure_played(
 
 
 def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, into: Path) -> None:
-    """Trains on the batches in `into`, as one process of a simulated slice; host 0 writes the results there.
+    """Trains on the batches in `into`, as one process of a simulated slice; saves the results there.
 
     Args:
       subject: the model and its training options.
       examples: strategies to train under, by name; all have the same slice.
       steps: number of steps.
       into: the folder of the batches and the results.
-
-    Raises:
-      UserError, TimeoutError: as `cluster.join`.
     """
     data = [dict(np.load(into / f"batch_{step}.npz")) for step in range(steps)]
     (slice_name,) = {example.slice for example in examples.values()}
@@ -172,11 +153,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row per strategy. Returns 0 if all that support the model agree with one device.
+    """Prints one row per strategy.
 
-    It returns 1 if one exceeds its tolerance, one that was asked for does not support the model, or none does.
-
-    Raises UserError if flags do not go together, or the model, the experiment or its data cannot be used.
+    Returns 1 if one differs from one device, one that was asked for does not support the model, or none does; otherwise
+    0.
     """
     if not args.experiment and (args.gin or args.slice or args.own_optimizer):
         raise UserError(
@@ -215,15 +195,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Compared(NamedTuple):
-    """The model and the examples of one comparison.
-
-    Attributes:
-      subject: the model and its training options.
-      experiment: the experiment whose task gives the batches; None: the batches are random.
-      examples: the strategies.
-      optimizer: the optimizer's name, for the report.
-      modules: digests of the user's modules that make the model and the data, by name.
-    """
+    """The model and the examples of one comparison; `experiment` is None if the batches are random."""
 
     subject: Subject
     experiment: Experiment | None
@@ -269,7 +241,6 @@ def _compared(args: argparse.Namespace, examples: Mapping[str, Example]) -> _Com
 
 
 def _model(text: str) -> str:
-    """An argparse type: the name of a model, or MODULE:FUNCTION. Raises ArgumentTypeError for other text."""
     module, colon, function = text.partition(":")
     if text in MODELS or (module and colon and function.isidentifier()):
         return text
@@ -277,11 +248,6 @@ def _model(text: str) -> str:
 
 
 def _provide_devices(examples: Iterable[Example]) -> None:
-    """Makes enough CPU devices for the largest slice.
-
-    Raises:
-      UserError: a module of the experiment has already used a device, which fixes their number.
-    """
     needed = max(slices.get(example.slice).devices for example in examples)
     try:
         if jax.config.values["jax_num_cpu_devices"] < needed:

@@ -1,4 +1,4 @@
-"""Prints the report of `launch/run agreement` (what was compared, and a table), and writes it as JSON."""
+"""Prints the report of `launch/run agreement`, and writes it as JSON."""
 
 import json
 import math
@@ -31,15 +31,15 @@ def about(
     processes: Sequence[int],
     modules: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Returns a description of what is compared, and with which versions, as JSON values by name.
+    """Returns a description of what is compared, and with which versions, as JSON values.
 
     Args:
       subject: the model and its training options.
       data: its batches, at least one.
       source: where the batches come from.
-      optimizer: the name of the optimizer.
-      processes: the numbers of processes among which the devices are divided, in addition to one.
-      modules: digests of the user's modules that make the model and the data, by name.
+      optimizer: name of the optimizer.
+      processes: numbers of processes among which the devices are divided, besides one.
+      modules: digests of the user's modules, by name.
     """
     first = data[0]
     axes = subject.axes or {name: ("batch", "length")[: array.ndim] for name, array in first.items()}
@@ -65,7 +65,7 @@ def about(
 
 
 def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Sequence[int], bfloat16: bool) -> None:
-    """Prints what was compared, a row per strategy, unsupported strategies, what differs, and a verdict.
+    """Prints what was compared, a row per strategy, and a verdict.
 
     Args:
       rows: the measurements, one row for each strategy.
@@ -101,7 +101,7 @@ def show(rows: Sequence[StrategyRow], what: Mapping[str, Any], *, processes: Seq
 
 
 def verdict(rows: Sequence[StrategyRow]) -> str:
-    """Returns a line: whether the strategies agree with one device, and which differ or do not support the model."""
+    """Returns a line that says whether the strategies agree with one device."""
     compared, refused = [row for row in rows if not row.refused], [row.name for row in rows if row.refused]
     differing, count = (
         [row.name for row in compared if row.beyond],
@@ -120,7 +120,7 @@ def _unsupported(names: Sequence[str]) -> str:
 
 
 def write(file: Path, rows: Sequence[StrategyRow], what: Mapping[str, Any]) -> None:
-    """Writes the report as JSON: the largest differences of each part, their leaf, and the tolerance in ulp."""
+    """Writes the report as JSON."""
     compared = [_compared(row) for row in rows if not row.refused]
     refused = [{"strategy": row.name, "slice": row.slice, "reason": row.refused} for row in rows if row.refused]
     agrees = not any(row.beyond for row in rows)
@@ -138,7 +138,6 @@ def _compared(row: StrategyRow) -> dict[str, Any]:
 
 
 def _parts(strategy: str, apart: Apart) -> dict[str, Any]:
-    """Returns the differences by part, with the tolerances of a strategy; without one ("") they are not judged."""
     limits = agreement.tolerance(strategy) if strategy else {}
     return {
         part: {
@@ -153,7 +152,7 @@ def _parts(strategy: str, apart: Apart) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """Returns None for infinity and NaN, which JSON lacks: values that are not finite, or parts that are not judged."""
+    """Returns None for infinity and NaN, which JSON lacks."""
     return float(value) if np.isfinite(value) else None
 
 

@@ -1,7 +1,7 @@
 """`launch/run bisect`: runs two variants of an experiment for a few steps and names the first tensor that differs.
 
-Each variant runs in its own processes, which simulate the hosts of its slice and run this command with --record. Both
-variants (A and B) train on the batches that A reads; the batches that B reads are only compared with them.
+Each variant runs in its own processes, which simulate the hosts of its slice. Both variants (A and B) train on the
+batches that A reads.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Variant(NamedTuple):
       config: the experiment file.
       bindings: gin bindings.
       hosts: number of processes that simulate the slice.
-      checkpoint: the folder of the checkpoint from which the variant starts; None: it starts from its seed.
+      checkpoint: the folder of the checkpoint from which it starts; None: it starts from its seed.
     """
 
     config: str
@@ -60,12 +60,12 @@ class Variant(NamedTuple):
     checkpoint: paths.Path | None
 
     def __str__(self) -> str:
-        """Returns text that `parse` reads, also in a process with another HOME."""
+        """Returns text that `parse` reads."""
         start = [f"checkpoint={self.checkpoint.parent}@{self.checkpoint.name}"] if self.checkpoint else []
         return "; ".join((f"config={self.config}", f"hosts={self.hosts}", *start, *self.bindings))
 
     def experiment(self, slice_name: str | None) -> Experiment:
-        """Builds the experiment. Raises UserError if there is no such file or the configuration has mistakes."""
+        """Builds the experiment."""
         return loader.load(self.config, bindings=self.bindings, slice_name=slice_name).build()
 
 
@@ -89,10 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs both variants and prints where they diverge.
 
     Returns:
-      0 if they are equal within the tolerances, 1 if they differ; a code of at least 128 if a signal ended a variant.
-
-    Raises:
-      UserError: a variant is malformed or could not be run.
+      0 if they are equal within the tolerances, 1 if they differ; 128 or more if a signal ended a variant.
     """
     variants = {side: parse(text, experiment=args.experiment) for side, text in (("A", args.a), ("B", args.b))}
     experiments = {side: variant.experiment(args.slice) for side, variant in variants.items()}
@@ -123,14 +120,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse(text: str, *, experiment: str) -> Variant:
-    """Parses a variant: gin bindings separated by `;`, with optional `hosts=N`, `checkpoint=RUN` and `config=FILE`.
+    """Parses a variant: gin bindings, `hosts=N`, `checkpoint=RUN` and `config=FILE`, separated by `;`.
 
-    Args:
-      text: the text of the variant.
-      experiment: the experiment file of a variant without `config`.
-
-    Raises:
-      UserError: a number is malformed, or a checkpoint does not exist.
+    `experiment`: the experiment file of a variant without `config`.
     """
     settings, bindings = {"config": experiment, "hosts": "1", "checkpoint": ""}, []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -146,7 +138,6 @@ def parse(text: str, *, experiment: str) -> Variant:
 
 
 def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments: dict[str, Experiment]) -> int:
-    """Runs one host's process of one variant."""
     experiment = experiments[args.record]
     if not args.full:
         experiment = smoke.shrink(experiment, beside=[experiments["B" if args.record == "A" else "A"]])

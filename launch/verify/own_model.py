@@ -15,14 +15,10 @@ from launch.config import names
 def load(text: str) -> tuple[Model, Task | None]:
     """Calls a function of a module in the working directory or on Python's path.
 
-    Args:
-      text: MODULE:FUNCTION. The function takes no arguments. It returns a model and a task, or only a model of tokens.
-
-    Returns:
-      The model and the task; None for the task if its data are random tokens.
+    `text`: MODULE:FUNCTION. The function takes no arguments, and returns a model and a task, or only a model of tokens.
 
     Raises:
-      UserError: there is no such module or function, or it fails or returns something else.
+      UserError: there is no such function, or it fails or returns something else.
     """
     where = f"--model {text}"
     build = _function(text, where=where)
@@ -51,9 +47,9 @@ def load(text: str) -> tuple[Model, Task | None]:
 
 
 def modules(text: str, model: Model, task: Task | None) -> dict[str, str]:
-    """Returns digests of the files of the user's modules that define the function, its model and its task, by name.
+    """Returns digests of the user's modules that define the function, its model and its task.
 
-    Modules that they import themselves are not covered.
+    Modules that these import may be left out.
     """
     named = {text.partition(":")[0], *(type(part).__module__ for part in (model, task) if part is not None)}
     return versions.of_modules(named)
