@@ -1,15 +1,12 @@
-"""Gradient accumulation with as few collectives as the layout allows.
+"""Gradient accumulation with few collectives.
 
-Left to XLA's partitioner, a loop over microbatches reduces the gradients of each microbatch. Where parameters are
-replicated along a mesh axis that shards rows, one reduction of the accumulated gradients is enough. The loop therefore
-runs in a region where those axes are manual: each group of chips accumulates its own gradients, and one reduction
-follows.
+Left to XLA's partitioner, a loop over microbatches reduces the gradients of each microbatch. Here mesh axes that shard
+rows but not parameters are manual, and one reduction follows the loop:
 
     for m:  g += grad(loss_sum(params, local rows of microbatch m));      g = reduce(g)
 
-Axes that also shard parameters (fsdp) stay automatic by default: one gather and one reduction per microbatch, without
-extra memory. With `gather_once` they are manual too: parameters are gathered before the loop and gradients scattered
-after it, so that every chip stores both without sharding over these axes (`gathered_bytes`).
+With `gather_once`, axes that also shard parameters (fsdp) are manual too: parameters are gathered before the loop and
+gradients scattered after it, which takes memory for both.
 """
 
 import math
@@ -27,28 +24,27 @@ from parallel.strategy import Strategy
 
 
 def manual_axes(tables: Strategy, shape: Mapping[str, int], *, gather_once: bool) -> set[str]:
-    """Returns mesh axes with degree above 1 of rows; without `gather_once`, only those that shard no parameter."""
+    """Returns mesh axes of degree above 1 that shard rows.
+
+    Without `gather_once`, those that shard parameters are left out.
+    """
     rows = {axis for axis in logical.mesh_axes(tables.activation_rules["batch"]) if shape[axis] > 1}
     return rows if gather_once else rows - _stored(tables)
 
 
 def outermost_axes(tables: Strategy) -> list[str]:
-    """Returns the mesh axes of rows in the order in which they become manual: first those that shard no parameter."""
+    """Returns the mesh axes of rows, first those that shard no parameter."""
     return sorted(logical.mesh_axes(tables.activation_rules["batch"]), key=_stored(tables).__contains__)
 
 
 def _stored(tables: Strategy) -> set[str]:
-    """Returns the mesh axes that shard parameters."""
     return {axis for axes in tables.param_rules.values() for axis in logical.mesh_axes(axes)}
 
 
 def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.SumGradients:
     """Returns a function like `core.step.sum_gradients` that reduces only once over the manual axes.
 
-    Args:
-      manual: the result of `manual_axes`; if it is empty, `core.step.sum_gradients` itself is returned.
-      param_axes: tree of `Axes` of the parameters.
-      tables: the strategy.
+    `param_axes`: tree of `Axes` of the parameters.
     """
     if not manual:
         return step.sum_gradients
@@ -85,14 +81,14 @@ def _sharded_dimensions(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]
 
 
 def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers the shards of an array along the dimensions that `spec` shards; all axes in `spec` are manual."""
+    """Gathers the shards of an array along the dimensions that `spec` shards over manual axes."""
     for dimension, axes in _sharded_dimensions(spec):
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x
 
 
 def reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
-    """Sums `x` over the manual axes; along dimensions that `spec` shards, each chip keeps only its own shard."""
+    """Sums `x` over the manual axes; dimensions that `spec` shards are scattered."""
     sharded = _sharded_dimensions(spec)
     for dimension, axes in sharded:
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
@@ -103,12 +99,10 @@ def reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
 def gathered_bytes(
     params: Params, param_axes: Any, param_rules: Rules, shape: Mapping[str, int], manual: set[str]
 ) -> int:
-    """Returns the bytes that `gather_once` adds per chip: gathered parameters and gradients, less the stored shards.
+    """Returns the bytes per chip that `gather_once` adds for parameters and gradients.
 
     Args:
       params: the parameters, or their shapes.
-      param_axes: the `Axes` of each parameter.
-      param_rules: the strategy's table of stored parameters.
       shape: degree by mesh axis.
       manual: the mesh axes over which parameters are gathered.
     """

@@ -1,6 +1,6 @@
 """Runs five collectives along each axis of a mesh, checks their results and measures their speed.
 
-Chip p of n along an axis holds n chunks; chunk c is filled with p + c. The results are therefore known in advance:
+Chip p of n along an axis holds n chunks; chunk c is filled with p + c. The results are:
 
     all-reduce       chunk c: n (n - 1) / 2 + n c
     all-gather       row q, chunk c: q + c
@@ -27,9 +27,8 @@ class Trip(NamedTuple):
     """The result of one collective on one axis.
 
     Attributes:
-      collective, axis: its name; the mesh axis.
       is_right: whether the results on this host's chips are correct.
-      bytes_per_second: the fewest bytes that each chip must send, divided by the time of the fastest repeat.
+      bytes_per_second: bytes that a chip must send, per second of the fastest repeat.
     """
 
     collective: str
@@ -39,13 +38,7 @@ class Trip(NamedTuple):
 
 
 class _Collective(NamedTuple):
-    """One collective.
-
-    Attributes:
-      run: runs it on the array of a chip.
-      expected: returns what chip p must hold after it, [rows, chunks].
-      sent: the bytes that a chip must send, as a multiple of the bytes that it begins with.
-    """
+    """`expected`: what chip p must hold after it, [rows, chunks]; `sent`: bytes sent per byte of its input."""
 
     run: Callable[[jax.Array], jax.Array]
     expected: Callable[[int], np.ndarray]
@@ -72,9 +65,9 @@ def _collectives(axis: str, n: int) -> dict[str, _Collective]:
 
 
 def trips(mesh: Mesh, *, bytes_per_chip: int) -> list[Trip]:
-    """Runs each of the five collectives along each mesh axis with more than one chip. All hosts must call it.
+    """Runs five collectives along each mesh axis with more than one chip.
 
-    Each chip begins with about `bytes_per_chip` bytes of float32.
+    All hosts must call it. Each chip begins with about `bytes_per_chip` bytes of float32.
     """
     found = []
     for axis, n in mesh.shape.items():

@@ -13,9 +13,7 @@ def cpu_runner(
 ) -> tuple[Any, stack.Outputs]:
     """Runs a small stack (`LayerFn.is_small`) without a loop, and others with a scan.
 
-    On CPUs a loop copies what each layer saves for the backward pass to stacked arrays and reads it back. Without a
-    loop a step is faster and needs a little more memory (docs/results/speed-on-cpus.md), but takes longer to compile.
-    Layers that are rematerialized keep the loop: without it the CPU compiler saves no memory.
+    On CPUs a loop copies what each layer saves for the backward pass.
 
     Args:
       fn, stacked, x, side, tail: as in `core.stack.scan_runner`.
@@ -28,10 +26,7 @@ def cpu_runner(
 
 
 def _with_weights_as_stored(fn: stack.LayerFn) -> stack.LayerFn:
-    """Returns the layer with its weights constrained to the layout of the stack that they come from.
-
-    Otherwise XLA gathers slices of the stack, [1, ...], and copies every gathered matrix once more.
-    """
+    """Without this, XLA gathers slices of the stack, [1, ...], and copies every gathered matrix once more."""
     axes = fn.axes()
 
     def rematerialized(kind: stack.Kind, in_loop: bool) -> Any:

@@ -1,8 +1,4 @@
-"""Helpers for custom derivatives of layer stacks: which arguments have gradients, and their values.
-
-A runner (`core.stack.Runner`) with a backward pass of its own, such as a pipeline or `parallel.overlapped`, separates
-the inputs of a layer that have gradients from the others, and computes no gradients of frozen parameters.
-"""
+"""Helpers for custom derivatives of layer stacks: which arguments have gradients, and their values."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,12 +15,7 @@ from core.stack import Kind, Layer, LayerFn, Outputs, Stream
 
 
 class Weights(NamedTuple):
-    """The differentiable inputs of a layer; takes the place of `Layer.params` when a runner computes the gradients.
-
-    Attributes:
-      params: the parameters of the layer.
-      inputs: list of the floating-point arrays of `layer_in`.
-    """
+    """The differentiable inputs of a layer: its parameters, and the floating-point arrays of `layer_in`."""
 
     params: Any
     inputs: list
@@ -33,12 +24,7 @@ class Weights(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The leaves of a tree of parameters that get gradients; frozen ones get none.
-
-    Attributes:
-      structure: structure of the tree.
-      leaves: whether each leaf is trained.
-    """
+    """The structure of a tree of parameters, and which of its leaves get gradients."""
 
     structure: Any
     leaves: tuple[bool, ...]
@@ -49,7 +35,7 @@ class Trained:
         return [leaf for leaf, yes in zip(leaves, self.leaves, strict=True) if yes]
 
     def fill(self, trained: list, others: Any = None) -> Any:
-        """Returns the tree with the leaves `trained` in their places; the rest is from the tree `others`, or None."""
+        """Returns the tree of the leaves `trained` and, elsewhere, those of `others` or None."""
         rest = jax.tree.leaves(others) if others is not None else [None] * len(self.leaves)
         found = iter(trained)
         leaves = [next(found) if yes else other for yes, other in zip(self.leaves, rest, strict=True)]
@@ -60,8 +46,7 @@ def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer
     """Moves the floating-point arrays of `layer_in`, which have gradients, to the parameters of the layers.
 
     Returns:
-      A `LayerFn` whose parameters are `Weights`; the `Weights` of all layers; and a `Layer` with their keys and the
-      other arrays of `layer_in`, without parameters.
+      A `LayerFn` whose parameters are `Weights`; the `Weights`; and a `Layer` of the rest.
     """
     leaves, structure = jax.tree.flatten(stacked.inputs)
     is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
@@ -89,18 +74,14 @@ def differentiated(fn: LayerFn, stacked: Layer) -> tuple[LayerFn, Weights, Layer
 def trained(weights: Any) -> Trained:
     """Returns which leaves of `weights` are differentiated.
 
-    `weights` is an argument of the forward rule of a `jax.custom_vjp` with `symbolic_zeros=True`.
+    `weights`: an argument of a `jax.custom_vjp` forward rule with `symbolic_zeros=True`.
     """
     leaves, structure = jax.tree.flatten(weights)
     return Trained(structure, tuple(leaf.perturbed for leaf in leaves))
 
 
 def values(args: tuple, *, what: str) -> tuple:
-    """Returns the arguments of a runner's forward rule as arrays; `what` names the runner in errors.
-
-    Raises:
-      UserError: the last argument, the side inputs of the stack, depends on parameters.
-    """
+    """Returns the arguments of a forward rule as arrays. Raises UserError if `side` depends on parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(args[-1])
     found = [jax.tree_util.keystr(path) for path, leaf in leaves if leaf.perturbed]
     if found:

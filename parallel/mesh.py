@@ -1,13 +1,7 @@
 """Builds the mesh of a strategy over the chips of a slice, and distributes rows of a batch over hosts and chips.
 
-The position of a chip in the mesh decides which links its traffic uses, and which rows each host supplies. On a TPU
-slice the order comes from the coordinates of the chips, through JAX's `create_device_mesh`. CPU devices that simulate a
-TPU slice have no coordinates, so they get those of the chips that they stand for. A simulation then has the host order
-of the real slice (v4-32, fsdp 16: host 0 supplies rows 0, 4, 8, 12), which the default order of CPU devices would not
-show.
-
-On a real slice the rows of a host are often strided, and several hosts may supply the same row. The rows of a host are
-therefore read from the sharding of the batch, never computed from its index, and `put` checks their number.
+CPU devices that simulate a TPU slice get the coordinates of its chips, from which JAX's `create_device_mesh` orders
+them. The rows of a host are often strided, and several hosts may supply the same row.
 """
 
 import contextlib
@@ -39,8 +33,6 @@ _COMPILE_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class _Described:
-    """A device with the attributes that `create_device_mesh` reads; for CPU devices, those of the simulated device."""
-
     device: jax.Device
     id: int
     process_index: int
@@ -62,14 +54,9 @@ def make_mesh(
     """Returns the mesh with the given degrees over the devices of one or more slices.
 
     Args:
-      shape: degree by mesh axis over all slices, slowest network first; this order assigns chips to positions. The
-        product is `slice.devices`.
-      leading: axes that come first in the mesh; each chip keeps its coordinate along every axis. Where manual regions
-        are nested, XLA requires the axes of the outer region before those of the inner one, and aborts the process
-        otherwise.
-      dcn_shape: degree by mesh axis across slices; the product is `slice.num_slices`. None: a single slice.
-      slice: the slice that the devices are, or simulate.
-      devices: all devices of all hosts; CPU devices may be more than `slice.devices`.
+      shape: degree by mesh axis over all slices, slowest network first.
+      leading: axes that come first in the mesh; XLA needs outer manual regions first.
+      dcn_shape: degree by mesh axis across slices; None: a single slice.
 
     Raises:
       UserError: the number or kind of devices does not match the slice.
@@ -118,9 +105,7 @@ def _check_kind(devices: Sequence[jax.Device], slice: Slice) -> None:
 def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Described]:
     """Describes CPU devices as the devices of the TPU slice that they simulate.
 
-    Args:
-      devices: CPU devices, sorted by process and ID; the first `slice.devices` of them are described.
-      slice: a TPU slice.
+    `devices` are sorted by process and ID.
     """
     places = [
         ((c[0], c[1], *c[2:], 0)[:3], core) for host in slice.devices_by_host() for *c, core in host
@@ -143,7 +128,7 @@ def simulated_devices(devices: Sequence[jax.Device], slice: Slice) -> list[_Desc
 
 
 def _described(device: jax.Device, slice: Slice) -> _Described:
-    """Describes a TPU device, with the first of `slice.chip.kinds`: JAX orders the chips of some slices by the kind."""
+    """JAX orders the chips of some slices by their kind, so this uses the first of `slice.chip.kinds`."""
     return _Described(
         device=device,
         id=device.id,
@@ -156,20 +141,15 @@ def _described(device: jax.Device, slice: Slice) -> _Described:
 
 
 def devices_of(slice: Slice) -> list[jax.Device]:
-    """Returns devices to which a program for the slice can be bound here, without its hardware.
+    """Returns devices to which a program for the slice can be bound without its hardware.
 
-    For a TPU slice they are libtpu's descriptions of its devices, for which programs can be compiled. For GPUs and CPUs
-    they are the first `slice.devices` CPU devices that JAX has, or fewer if it has fewer (`jax_num_cpu_devices`).
+    They are libtpu's descriptions of TPU devices, or CPU devices.
     """
     return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.devices]
 
 
 def topology_devices(slice: Slice) -> list[jax.Device]:
-    """Returns the devices of a slice as libtpu describes them to the compiler; no TPU is needed, and nothing can run.
-
-    Raises:
-      UserError: `slice` is not a TPU slice.
-    """
+    """Returns the devices of a TPU slice as libtpu describes them; nothing can run on them."""
     if not slice.is_tpu:
         raise UserError(f"{slice.name} is not a TPU slice; ahead-of-time compilation needs one")
     bounds = (*slice.host_bounds, 1)[:3]
@@ -186,7 +166,6 @@ def topology_devices(slice: Slice) -> list[jax.Device]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Context that sets these environment variables, except those already set, and unsets them at the end."""
     added = {k: v for k, v in values.items() if k not in os.environ}
     os.environ.update(added)
     try:
@@ -199,9 +178,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def data_layout(by_rows: NamedSharding, batch_size: int) -> DataLayout:
     """Returns the rows of a global batch that this host supplies.
 
-    Args:
-      by_rows: the sharding of an array [batch_size].
-      batch_size: rows of the global batch.
+    `by_rows`: the sharding of an array [batch_size].
     """
     by_host = _rows_by_host(by_rows, batch_size)
     me = jax.process_index()
@@ -213,9 +190,7 @@ def data_layout(by_rows: NamedSharding, batch_size: int) -> DataLayout:
 def largest_share(by_rows: NamedSharding, batch_size: int) -> float:
     """Returns the fraction of a global batch that the host with the most rows supplies.
 
-    Args:
-      by_rows: the sharding of an array [batch_size].
-      batch_size: any number of rows that the sharding divides evenly; the result does not depend on it.
+    `by_rows`: the sharding of an array [batch_size].
     """
     return max(map(len, _rows_by_host(by_rows, batch_size).values())) / batch_size
 
@@ -231,19 +206,14 @@ def _rows_by_host(by_rows: NamedSharding, batch_size: int) -> dict[int, set[int]
 def put(
     batch: Mapping[str, np.ndarray], spec: BatchSpec, layouts: Mapping[str, NamedSharding], *, rows: Sequence[int]
 ) -> Batch:
-    """Places this host's rows of a global batch on its devices.
+    """Places this host's rows of a global batch on its devices; returns global arrays.
 
     Args:
       batch: arrays [rows of this host, ...], in the order of `rows`.
-      spec: fields of the global batch.
-      layouts: sharding of every array of the global batch.
-      rows: the rows of this host, ascending (`data_layout(...).rows`).
-
-    Returns:
-      Global arrays.
+      rows: the rows of this host, ascending.
 
     Raises:
-      UserError: lists every feature that is missing or not in `spec`, or has a wrong shape or dtype.
+      UserError: a feature is missing or unknown, or has a wrong shape or dtype.
     """
     _check_batch(batch, spec, len(rows))
     first = np.asarray(rows)

@@ -1,20 +1,14 @@
-"""Runs a layer stack under FSDP; the gradients of a layer are reduced during the backward pass of the layer before it.
+"""Runs a layer stack under FSDP; a layer's gradients are reduced during the backward pass of the layer before it.
 
 Left to XLA's partitioner, a layer's gradients are summed over the chips at the end of its backward pass, and v4 chips
 compute nothing meanwhile. Here both passes are loops in a region where the mesh axes of rows are manual. Only the
-shards of the weights are saved; the backward pass gathers them again. It sums the gradients of layer l + 1 while it
-computes those of layer l, which do not depend on the sums:
+shards of the weights are saved; the backward pass gathers them again:
 
     for l = L - 1, ..., 0:   dW[l + 1] = sum over chips of (pending);   pending, dx = vjp of layer l (dx)
     dW[0] = sum over chips of (pending)
 
-The sums go around rings (`parallel.ring_reduction`). Gradients that wait for their sum take as much memory as the
-gathered weights of one layer. Over mesh axes of rows that replicate parameters, the gradients of all layers are summed
-after the loop.
-
-A layer saves what `jax.vjp` returns for it, except its weights, key, side inputs and entry of `layer_in` (`_Saved`):
-the backward pass has these, or gathers them again. The saved arrays [L, ...] of all chips are concatenated along their
-first dimension when they leave the manual region, and split again when they enter it.
+The sums go around rings (`parallel.ring_reduction`). Over mesh axes of rows that replicate parameters, gradients are
+summed after the loop.
 """
 
 import dataclasses
@@ -41,8 +35,7 @@ def runner(param_rules: Rules, activation_rules: Rules, *, otherwise: stack.Runn
 
     Args:
       param_rules, activation_rules: the tables of a strategy whose mesh axes all shard rows.
-      otherwise: runs the stacks that this runner does not: first layers (`core.stack.First`), stacks whose weights are
-        gathered already and, without a gradient, stacks that it cannot differentiate.
+      otherwise: runs the stacks that this runner does not.
     """
 
     def run(fn: LayerFn, stacked: Layer, x: Stream, side: Side, tail: Tail | None) -> tuple[Any, Outputs]:
@@ -100,15 +93,7 @@ def _why_not(fn: LayerFn, x: Stream, groups: int) -> str:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["structure", "inputs"])
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """Arrays that the backward pass of a layer reads, besides inputs that it has anyway.
-
-    Inputs are here the layer's weights, key, side inputs and entry of `layer_in`, but not x.
-
-    Attributes:
-      arrays: those that are not inputs.
-      structure: pytree structure of the function that `jax.vjp` returned.
-      inputs: for each leaf of that function, its index among the inputs; None for one of `arrays`.
-    """
+    """`inputs` has, for each leaf of a result of `jax.vjp`, its index among a layer's inputs; None: in `arrays`."""
 
     arrays: list[jax.Array]
     structure: Any
@@ -116,25 +101,24 @@ class _Saved:
 
     @classmethod
     def of(cls, vjp: Callable, inputs: Sequence[jax.Array]) -> "_Saved":
-        """Separates the arrays of `vjp`, a result of `jax.vjp`, from `inputs`, of which no copy is saved."""
+        """Saves the arrays of `vjp`, a result of `jax.vjp`, that are not among `inputs`."""
         leaves, structure = jax.tree.flatten(vjp)
         number = {id(a): i for i, a in enumerate(inputs)}
         return cls([a for a in leaves if id(a) not in number], structure, tuple(number.get(id(a)) for a in leaves))
 
     def vjp(self, inputs: Sequence[jax.Array]) -> Callable:
-        """Returns the function that `jax.vjp` returned, from the saved arrays and `inputs`."""
         rest = iter(self.arrays)
         leaves = [next(rest) if number is None else inputs[number] for number in self.inputs]
         return jax.tree.unflatten(self.structure, leaves)
 
 
 class _Pending(NamedTuple):
-    """The carry of the backward pass.
+    """The carry of the backward pass; layer l is the next to run.
 
     Attributes:
-      dx: gradient of the output of layer l, the next one to run; tree of [b, ...].
-      grads: gradients of the parameters of layer l + 1 from this chip's rows, not yet reduced; [...].
-      reduced: reduced gradients of layers l + 2 and later, sharded as the parameters; [L, ...].
+      dx: gradient of the output of layer l; tree of [b, ...].
+      grads: this chip's gradients of the parameters of layer l + 1; [...].
+      reduced: reduced gradients of later layers, sharded as the parameters; [L, ...].
     """
 
     dx: Stream
@@ -143,23 +127,14 @@ class _Pending(NamedTuple):
 
 
 class _Passes:
-    """The two passes over the layers.
-
-    Args:
-      fn: one layer.
-      rows: the mesh axes that shard rows; they are manual inside.
-      stored: tree of specs of the stacked parameters.
-    """
+    """The two passes over the layers; the mesh axes `rows` are manual inside."""
 
     def __init__(self, fn: LayerFn, rows: tuple[str, ...], stored: Any):
         self._fn, self._rows, self._stored = fn, rows, stored
         self._one = jax.tree.map(lambda spec: P(*spec[1:]), stored, is_leaf=_is_spec)  # of one layer
 
     def forward(self, weights: Weights, x: Stream, fixed: Layer, side: Side, trained: Trained | None) -> tuple:
-        """Returns the output of the last layer, the layers' summed outputs, and what the backward pass needs.
-
-        The last is () without `trained`.
-        """
+        """Returns the last layer's output, summed outputs, and what the backward pass needs: () without `trained`."""
         by_rows = P(self._rows)
 
         def local(weights: Weights, fixed: Layer, x: Stream, side: Side) -> tuple[Stream, Any, Any]:
@@ -183,7 +158,6 @@ class _Passes:
     def backward(
         self, weights: Weights, fixed: Layer, side: Side, saved: _Saved, dy: Stream, dsums: Any, trained: Trained
     ) -> tuple[list, Stream]:
-        """Returns the gradients of the trained parameters, sharded as stored, and of the input of the first layer."""
         by_rows, layers = P(self._rows), len(self._fn.kinds)
         specs = trained.pick(self._one)
 
@@ -238,7 +212,7 @@ class _Passes:
         return found
 
     def _summed(self, g: jax.Array, spec: P) -> jax.Array:
-        """Sums the gradients of all layers, [L, ...], over the axes of rows that do not shard them."""
+        """Sums gradients [L, ...] over the axes of rows that do not shard them."""
         rest = set(self._rows) - {axis for entry in spec for axis in logical.mesh_axes(entry)}
         return jax.lax.psum(g, tuple(rest)) if rest else g
 
@@ -248,8 +222,6 @@ class _Passes:
 
 
 def _differentiable(passes: _Passes) -> Any:
-    """Returns the layers as a function of (weights, x, fixed, side), differentiated by `passes.backward`."""
-
     @jax.custom_vjp
     def call(weights: Weights, x: Stream, fixed: Layer, side: Side) -> tuple[Stream, Any]:
         return passes.forward(weights, x, fixed, side, None)[:2]

@@ -1,9 +1,4 @@
-"""Binds a strategy to devices: the mesh, the sharding of every array, and the jitted steps.
-
-`Partitioner` binds the tables to chips. `Program` combines it with a model, an optimizer and the shapes of a batch: it
-provides the functions that a trainer calls, with shardings and tracing context in place. Mismatches are reported when
-the program is made, before an array is allocated.
-"""
+"""Binds a strategy to devices: the mesh, the sharding of every array, and the jitted steps."""
 
 from __future__ import annotations
 
@@ -37,14 +32,13 @@ class Partitioner:
     """A strategy bound to the chips of a slice.
 
     Attributes:
-      strategy: the strategy, with its sharding tables.
       slice: the slice that the devices are, or simulate.
       shape: degree by mesh axis over all slices, slowest network first.
       mesh: the devices; its axes may be in another order.
     """
 
     def __init__(self, tables: strategy.Strategy, *, slice: Slice, devices: Sequence[jax.Device]):
-        """Makes the mesh of a strategy. Raises UserError if strategy, slice and devices do not fit each other."""
+        """Raises UserError if strategy, slice and devices do not fit each other."""
         self.strategy = tables
         self.slice = slice
         self.shape = strategy.resolve(tables, slice)
@@ -53,7 +47,7 @@ class Partitioner:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Context in which a model is traced with this mesh, the strategy's tables, and its way to run layer stacks."""
+        """Context in which a model is traced with this mesh and the strategy's tables."""
         tables = self.strategy
         run = stack.use_runner(self._runner) if self._runner else contextlib.nullcontext()
         rules = logical.sharding_rules(tables.activation_rules, tables.param_rules)
@@ -61,10 +55,7 @@ class Partitioner:
             yield
 
     def platform_context(self) -> contextlib.AbstractContextManager:
-        """Context that makes `core.platforms.by_platform` trace only implementations for CPUs if the slice is of CPUs.
-
-        For other slices, implementations for every platform are traced, even if CPU devices simulate the slice.
-        """
+        """Context in which, on a slice of CPUs, only implementations for CPUs are traced."""
         return platforms.use("cpu" if self.slice.generation == "cpu" else None)
 
     @functools.cached_property
@@ -93,36 +84,22 @@ class Partitioner:
         return logical.shards(self.strategy.activation_rules["batch"], self.shape)
 
     def batch_shardings(self, spec: BatchSpec) -> Mapping[str, NamedSharding]:
-        """Returns the sharding of every array of a batch.
-
-        Raises:
-          UserError: a dimension does not divide, a field is malformed, or one has an axis that does not exist.
-        """
+        """Returns the sharding of every array of a batch, or raises UserError if a dimension does not divide."""
         axes = strategy.batch_axes(spec)
         where = f"batch under strategy {self.strategy.name!r} on {self.slice.name}"
         tree = strategy.specs(dict(spec), axes, self.strategy.activation_rules, mesh_shape=self.shape, where=where)
         return strategy.shardings(tree, self.mesh)
 
     def data_layout(self, batch_size: int) -> DataLayout:
-        """Returns the rows of a global batch that this host supplies.
-
-        Raises:
-          UserError: the rows do not divide evenly over the chips.
-        """
+        """Returns the rows of a global batch that this host supplies."""
         rows = {"rows": Field((batch_size,), jnp.int32, ("batch",))}
         return mesh.data_layout(self.batch_shardings(rows)["rows"], batch_size)
 
     def check_streams(self, batch_size: int, *, num_streams: int, accum_steps: int) -> None:
         """Checks that a batch divides over streams and over chips.
 
-        Args:
-          batch_size: rows of a global batch.
-          num_streams: number of data streams of the task.
-          accum_steps: microbatches per step.
-
         Raises:
-          UserError: it does not divide; the message suggests sizes that fit both. A batch that divides over the streams
-            but not over the chips may be left to `schedules.check_rows`.
+          UserError: it does not divide; some cases are left to `schedules.check_rows`.
         """
         cuts = accum_steps * (self.pipeline.num_microbatches if self.pipeline else 1)
         groups = self.row_shards * cuts
@@ -154,21 +131,15 @@ class Partitioner:
         """Returns the model's training and evaluation steps under this partitioner.
 
         Args:
-          model: the model.
-          optimizer: the optimizer.
-          spec: fields of a global batch.
-          seed: seed of initialization and training.
-          accum_steps: microbatches per step, whose gradients are added; at least 1.
-          gather_once: whether parameters are gathered once per step, not per microbatch (`parallel.accumulation`).
-          skip_non_finite: whether a step with a non-finite loss or gradient is counted, but changes nothing else.
-          compiler_overrides: options of `parallel.compiled.compiler_options` to change, by name; None: no changes.
-          frozen: shell wildcards over paths (`layers/block/query`) of parameters that are not trained, besides those
-            that the model freezes.
+          accum_steps: microbatches per step; at least 1.
+          gather_once: whether parameters are gathered once per step (`parallel.accumulation`).
+          skip_non_finite: whether a step with a non-finite loss or gradient is only counted.
+          compiler_overrides: compiler options to change, by name; None: no changes.
+          frozen: shell wildcards over paths (`layers/block/query`) of parameters not to train.
           frozen_dtype: dtype in which floating-point parameters that match `frozen` are stored.
 
         Raises:
-          UserError: `accum_steps` is below 1, a pattern of `frozen` matches no parameter, or model, optimizer, batch
-            and tables do not fit each other.
+          UserError: model, optimizer, batch, options and tables do not fit each other.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
         return Program(self, model, optimizer, dict(spec), seed, *flags)
@@ -176,14 +147,9 @@ class Partitioner:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The functions that a trainer calls: initial state, training step and evaluation step, with their shardings.
+    """Initial state, training step and evaluation step of a model, with their shardings.
 
-    Attributes:
-      partitioner, model, optimizer, spec, seed, accum_steps, gather_once, skip_non_finite, compiler_overrides, frozen,
-        frozen_dtype: the arguments of `Partitioner.program`.
-
-    Raises:
-      UserError: as `Partitioner.program`.
+    The attributes are the arguments of `Partitioner.program`.
     """
 
     partitioner: Partitioner
@@ -224,7 +190,7 @@ class Program:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """Shape, dtype and sharding of every array of the state, as needed to restore a checkpoint."""
+        """Shape, dtype and sharding of every array of the state."""
         shapes, axes = self._abstract
         tables = self.partitioner.strategy
         fit = functools.partial(strategy.specs, mesh_shape=self.partitioner.shape)
@@ -294,7 +260,6 @@ class Program:
         return self.optimizer.bound(self.param_specs)
 
     def _check_products(self) -> None:
-        """Raises UserError if the model multiplies in FP8 and a TPU or GPU would convert the operands to bfloat16."""
         choice = getattr(wrappers.field_owner(self.model, "quantization"), "quantization", "none")
         slice_ = self.partitioner.slice
         if choice == "fp8" and not slice_.chip.has_fp8 and slice_.chip.platform != "cpu":
@@ -305,7 +270,7 @@ class Program:
             )
 
     def _check_state(self) -> None:
-        """Raises UserError if the pipeline does not fit the model, or otherwise if the tables do not."""
+        """Making `abstract_state` raises UserError if the tables do not fit."""
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
@@ -326,7 +291,6 @@ class Program:
         )
 
     def _check_positions(self) -> None:
-        """Checks that all dimensions but the rows divide; `_check_rows` checks the rows."""
         rows = self.partitioner.row_shards
         others = {k: dataclasses.replace(s, shape=(rows, *s.shape[1:])) for k, s in self.spec.items()}
         self.partitioner.batch_shardings(others)
@@ -338,7 +302,7 @@ class Program:
             random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self.spec)
 
     def _division(self) -> str:
-        """Returns the setting that divides a batch into parts whose losses are computed separately; "" if none does."""
+        """Returns the setting by which parts of a batch have losses of their own; "" if none does."""
         at = self.partitioner
         if self.accum_steps > 1:
             return f"accum_steps = {self.accum_steps}"
@@ -347,13 +311,7 @@ class Program:
         return "overlap_reduction" if at.strategy.overlap_reduction else ""
 
     def _check_activations(self) -> None:
-        """Traces the evaluation step, to report before the first step that tables do not fit the computation.
-
-        Pipelines and `overlap_reduction` reject what they cannot differentiate, so the training step is traced, too.
-
-        Raises:
-          UserError: the computation does not fit the tables.
-        """
+        """Traces the evaluation step and, for runners with derivatives of their own, the training step."""
         traced = [step.eval_step(self.model, self._bound_optimizer, seed=self.seed)]
         has_rules = self.partitioner.pipeline or self.partitioner.strategy.overlap_reduction
         traced += [self._pure_train_step()] if has_rules else []
@@ -381,12 +339,12 @@ class Program:
         return jax.jit(fresh, out_shardings=self.state_shardings, compiler_options=self._options_of_init)
 
     def init(self) -> TrainState:
-        """Initializes the state; its values do not depend on the strategy."""
+        """Initializes the state."""
         with self.partitioner.tracing():
             return self.jitted_init()
 
     def init_params(self) -> Params:
-        """Initializes the parameters alone; equal to those of `init`."""
+        """Initializes the parameters alone."""
 
         def fresh() -> Params:
             return self._created(jax.random.key(self.seed), self._zeros())
@@ -408,13 +366,13 @@ class Program:
 
     @functools.cached_property
     def manual_axes(self) -> set[str]:
-        """Mesh axes over which gradients of several microbatches are added locally and reduced once per step."""
+        """Mesh axes over which gradients of microbatches are reduced once per step."""
         at = self.partitioner
         return accumulation.manual_axes(at.strategy, at.shape, gather_once=self.gather_once)
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that `gather_once` adds per chip (`accumulation.gathered_bytes`); 0 without `gather_once`."""
+        """Bytes that `gather_once` adds per chip; 0 without it."""
         at, params = self.partitioner, self.abstract_state.params
         by = (at.strategy.param_rules, at.shape, self.manual_axes)
         return accumulation.gathered_bytes(params, self.axes.params, *by)
@@ -426,10 +384,7 @@ class Program:
 
     @functools.cached_property
     def jitted_statistics_step(self) -> Any:
-        """The jitted training step that also computes `core.step.UpdateStatistics`; otherwise as `jitted_train_step`.
-
-        It is a separate program, so that other steps do not compute the statistics.
-        """
+        """The jitted training step that also computes `core.step.UpdateStatistics`. The state is donated."""
         return self._jitted_train_step(with_statistics=True)
 
     def _jitted_train_step(self, *, with_statistics: bool) -> Any:
@@ -472,7 +427,7 @@ class Program:
 
     @property
     def compiler_options(self) -> dict[str, compiler_options.Value] | None:
-        """Compiler options of the steps; None if the devices are CPU devices, which may simulate other chips."""
+        """Compiler options of the steps; None if the devices are CPU devices."""
         if self._on_cpus:
             return None
         at = self.partitioner
@@ -489,7 +444,7 @@ class Program:
             return self.jitted_train_step(state, batch)
 
     def statistics_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, step.Metrics]:
-        """Runs one training step whose metrics contain `core.step.UpdateStatistics`; otherwise as `train_step`."""
+        """Runs one training step whose metrics contain `core.step.UpdateStatistics`. `state` is donated."""
         with self.partitioner.tracing():
             return self.jitted_statistics_step(state, batch)
 
@@ -499,26 +454,19 @@ class Program:
             return self.jitted_eval_step(state, batch)
 
     def answer_step(self, state: TrainState, batch: Batch) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Returns the results of `eval_step`, and the model's answers for all rows of the global batch, replicated.
-
-        A model without `evaluate` has no answers.
-        """
+        """Returns the results of `eval_step`, and the model's answers for the global batch, replicated."""
         with self.partitioner.tracing():
             return self.jitted_answer_step(state, batch)
 
     def abstract_answers(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Returns shapes and dtypes of the answers of `answer_step`, without running it."""
+        """Returns shapes and dtypes of the answers of `answer_step`."""
         with self.partitioner.tracing():
             return jax.eval_shape(self.jitted_answer_step, self.abstract_state, self.abstract_batch)[1]
 
     def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """Places this host's rows of a batch on its devices.
 
-        Args:
-          batch: arrays [rows of this host, ...], in the order of `data_layout(...).rows`.
-
-        Raises:
-          UserError: features, rows, shapes or dtypes differ from what this host must supply.
+        `batch`: arrays [rows of this host, ...], in the order of `data_layout(...).rows`.
         """
         return mesh.put(batch, self.spec, self.batch_shardings, rows=self._host_rows)
 
@@ -531,7 +479,7 @@ class Program:
         return batch_size(self.spec)
 
     def lower_train_step(self, *, with_statistics: bool = False) -> Any:
-        """Lowers the training step, or the statistics step, from shapes alone; the devices need not exist."""
+        """Lowers the training step, or the statistics step, from shapes alone."""
         jitted = self.jitted_statistics_step if with_statistics else self.jitted_train_step
         with self.partitioner.tracing():
             return jitted.lower(self.abstract_state, self.abstract_batch)

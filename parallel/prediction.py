@@ -1,9 +1,6 @@
 """Compares the steps of a run with what was predicted from its compiled program.
 
-A prediction is the time of a step, with an interval from the errors of published steps
-(`parallel.planning.calibration`), and the peak HBM. If a measured time is more than a quarter below or above the
-interval, or a measured HBM more than a quarter from the predicted one, there is one warning. Then the prediction is
-wrong, or the machine or configuration is not the expected one.
+A prediction is the time of a step, with an interval from the errors of published steps, and the peak HBM.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +27,7 @@ def line(record: Prediction) -> str:
 
 
 def figures(record: Prediction) -> str:
-    """Formats predicted time, MFU (if it is known) and peak memory, without the label."""
+    """Formats predicted time, MFU (if known) and peak memory."""
     mfu = record["predicted"]["mfu"]
     share = f"{units.significant(100 * mfu['scheduled'], 2)} % MFU, " if mfu else ""
     low, seconds, high = between(record)
@@ -39,7 +36,6 @@ def figures(record: Prediction) -> str:
 
 
 def _is_bound(record: Prediction) -> bool:
-    """Returns whether the predicted peak is an upper bound, because arrays are kept in the memory of the host."""
     return record["memory"].get("peak_is_bound", False)
 
 
@@ -53,14 +49,14 @@ def between(record: Prediction) -> tuple[float, float, float]:
 
 
 def label(record: Prediction) -> str:
-    """Returns the label of a prediction: the compiler's version, and how many published steps its interval is from."""
+    """Returns a prediction's label, with the compiler's version."""
     from parallel.planning import calibration
 
     return calibration.label(libtpu=record["versions"]["libtpu"])
 
 
 class PredictionCheck:
-    """Computes MFU, HBM and predictions for reports of metrics, and warns if measurements differ from predictions."""
+    """Computes MFU, HBM and predictions for reports, and warns of differences."""
 
     def __init__(
         self,
@@ -71,15 +67,10 @@ class PredictionCheck:
         is_measured: bool,
         warn: Callable[[str], None],
     ):
-        """Compares with a record of the compiled program.
+        """Compares with a record of the compiled program; None: nothing is predicted.
 
-        Args:
-          record: the prediction; None: nothing is predicted.
-          slice_: the slice that the run is on.
-          flops: FLOPs of the model in a step; None if not known: then there is no MFU.
-          is_measured: whether the devices are those of the slice; False if they simulate it.
-          warn: called with a sentence when a measurement differs from its prediction or the MFU exceeds 100%, once for
-            each metric.
+        `flops`: FLOPs of the model in a step; None: there is no MFU. `is_measured`: False if the devices simulate the
+        slice.
         """
         self._record, self._slice, self._flops = record, slice_, flops
         self._peak = slice_.peak_flops
@@ -93,20 +84,16 @@ class PredictionCheck:
         self._warned: set[str] = set()
 
     def rows(self) -> dict[str, str]:
-        """Returns rows of the run summary, by name: what is predicted (on TPU slices), and what is measured."""
+        """Returns rows of the run summary, by name."""
         if not self._slice.is_tpu:
             return {"measured": FOLLOWS if self._is_measured else SIMULATED}
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
         return {"predicted": predicted, "measured": FOLLOWS if self._is_measured else SIMULATED}
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Returns `mfu` (0 to 1), `hbm_gib` and the predictions, as far as they are known; {} in a simulation.
+        """Returns `mfu` (0 to 1), `hbm_gib` and predictions, as far as known; {} in a simulation.
 
-        The first call does not compare with the prediction, because its steps include compilation.
-
-        Args:
-          values: metrics of the steps since the last report, with `step_seconds`. If they give an MFU above 100%, it is
-              left out, with one warning.
+        `values`: metrics since the last report, with `step_seconds`.
         """
         if not self._is_measured:
             return {}
@@ -148,6 +135,6 @@ class PredictionCheck:
 
 
 def peak_hbm_bytes() -> int | None:
-    """Returns the most bytes of HBM in use on this host's first device so far; None if the runtime reports none."""
+    """Returns the peak bytes of HBM in use on this host's first device; None if unknown."""
     stats: Mapping[str, Any] = jax.local_devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use")

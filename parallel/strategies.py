@@ -1,8 +1,6 @@
 """The built-in strategies. Each function returns a `Strategy`; a gin file selects one by its name.
 
-Arguments named after mesh axes are their degrees; -1 takes the remaining chips. `slices` is the number of slices, and
-`schedule` the schedule of a pipeline (`parallel.pipeline.schedules`). A degree that is neither -1 nor a positive
-integer is a UserError, and so are two of -1.
+Arguments named after mesh axes are their degrees; -1 takes the remaining chips.
 
 Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
 is not sharded; d is data, e is expert, s is sequence, t is tensor, p is stage; gather_f, scatter_f and exchange_f are
@@ -46,12 +44,9 @@ _SCHEDULE = schedules.gpipe(num_microbatches=8)
 
 
 def data_parallel(*, data: int = -1) -> Strategy:
-    """Replicates the model on every chip; each chip has its own rows, and gradients are summed over `data`.
+    """Replicates the model on every chip; gradients are summed over `data`.
 
     In[B_d, D] · Win[D, F] → H[B_d, F];   H · Wout[F, D] → Out[B_d, D]
-
-    Args:
-      data: copies of the model; -1: as many as chips.
     """
     return Strategy(
         name="data_parallel",
@@ -62,12 +57,9 @@ def data_parallel(*, data: int = -1) -> Strategy:
 
 
 def zero1(*, data: int = -1) -> Strategy:
-    """Like data_parallel, with optimizer state sharded over `data` along embed (ZeRO stage 1, Rajbhandari et al. 2020).
+    """Like data_parallel, with optimizer state sharded over `data` (ZeRO stage 1, Rajbhandari et al. 2020).
 
     dWin[D, F] → scatter_d → dWin[D_d, F];   Adam's m, v [D_d, F];   Win ← gather_d(updated Win[D_d, F])
-
-    Args:
-      data: copies of the model; -1: as many as chips.
     """
     return Strategy(
         name="zero1",
@@ -79,16 +71,12 @@ def zero1(*, data: int = -1) -> Strategy:
 
 
 def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
-    """Shards rows, parameters and optimizer state over `fsdp`; the weights of a layer are gathered when it runs.
+    """Shards rows, parameters and optimizer state over `fsdp`; weights are gathered when a layer runs.
 
-    With `overlap_reduction` the gradients of a layer are reduced around rings while the layer before it computes
-    (`parallel.overlapped`). Use it on v4, whose chips compute nothing during other reductions.
+    With `overlap_reduction` the gradients of a layer are reduced around rings while the layer before it computes. Use
+    it on v4, whose chips compute nothing during other reductions.
 
     In[B_f, D] · gather_f(Win[D_f, F]) → H[B_f, F];   H · gather_f(Wout[F, D_f]) → Out[B_f, D]
-
-    Args:
-      fsdp: chips that share the weights and the rows; -1: all.
-      overlap_reduction: whether reductions of gradients overlap with the backward pass.
     """
     return Strategy(
         name="fsdp_overlapped" if overlap_reduction else "fsdp",
@@ -100,13 +88,9 @@ def fsdp(*, fsdp: int = -1, overlap_reduction: bool = False) -> Strategy:
 
 
 def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
-    """Copies the model to `data` groups of chips; each shards weights over `fsdp`; gradients are summed over `data`.
+    """Copies the model to `data` groups of chips; each shards weights over `fsdp`.
 
     In[B_df, D] · gather_f(Win[D_f, F]) → H[B_df, F];   H · gather_f(Wout[F, D_f]) → Out[B_df, D]
-
-    Args:
-      data: copies of the model.
-      fsdp: chips that share the weights of a copy; -1: all others.
     """
     return Strategy(
         name="hsdp",
@@ -117,12 +101,9 @@ def hsdp(*, data: int, fsdp: int = -1) -> Strategy:
 
 
 def tensor(*, tensor: int = -1) -> Strategy:
-    """Shards heads, hidden units and vocabulary over `tensor`; every chip computes all rows (Shoeybi et al. 2019).
+    """Shards heads, hidden units and vocabulary over `tensor` (Shoeybi et al. 2019).
 
     In[B, D] · Win[D, F_t] → H[B, F_t];   H · Wout[F_t, D] → Out[B, D]  (summed over t)
-
-    Args:
-      tensor: chips that share each matrix product; -1: all.
     """
     return Strategy(
         name="tensor",
@@ -136,10 +117,6 @@ def fsdp_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     """Shards weights over `fsdp` and `tensor`, and the batch over `fsdp`.
 
     In[B_f, D] · gather_f(Win[D_f, F_t]) → H[B_f, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_f, D]  (summed over t)
-
-    Args:
-      tensor: chips that share each matrix product.
-      fsdp: shards of the rows, and of each weight besides `tensor`; -1: all other chips.
     """
     return Strategy(
         name="fsdp_tensor",
@@ -153,10 +130,6 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
     """Like fsdp_tensor, with the residual stream sharded along length between blocks (Korthikanti et al. 2022).
 
     gather_t(In[B_f, L_t, D]) · gather_f(Win[D_f, F_t]) → H[B_f, L, F_t];   H · Wout → scatter_t → Out[B_f, L_t, D]
-
-    Args:
-      tensor: chips that share each matrix product, and between blocks the positions of a row.
-      fsdp: shards of the rows, and of each weight besides `tensor`; -1: all other chips.
     """
     return Strategy(
         name="sequence_tensor",
@@ -167,19 +140,13 @@ def sequence_tensor(*, tensor: int, fsdp: int = -1) -> Strategy:
 
 
 def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
-    """Shards positions over `sequence`; each chip attends from its own queries to gathered keys and values.
+    """Shards positions over `sequence`; each chip attends from its own queries.
 
     Q[B_f, L_s, H, K] · gather_s(K[B_f, L_s, N, K]) → scores[B_f, H, L_s, L];   weights sharded over fsdp and sequence
 
-    With `ring`, keys and values are not gathered, but travel around the chips of `sequence`, and each chip attends to
-    one shard at a time (`models.decoder.attention.ring_attention`):
+    With `ring`, keys and values are not gathered, but travel around the chips of `sequence`:
 
     Q[B_f, L_s, H, K] · K[B_f, L_s, N, K] → scores[B_f, H, L_s, L_s]
-
-    Args:
-      sequence: chips that share the positions of a row.
-      fsdp: shards of the rows; weights are sharded over both degrees; -1: all other chips.
-      ring: whether keys and values travel instead of being gathered.
     """
     return Strategy(
         name="context",
@@ -196,14 +163,9 @@ def context(*, sequence: int, fsdp: int = -1, ring: bool = False) -> Strategy:
 
 
 def experts(*, expert: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """Like fsdp_tensor, but `expert` shards experts and rows; chips exchange tokens with an all-to-all over it.
+    """Like fsdp_tensor, but `expert` shards experts and rows; chips exchange tokens over it.
 
     exchange_e(In[E, B_ef, C, D]) · gather_f(Win[E_e, D_f, F_t]) → H[E_e, B_f, C, F_t];   exchange_e(H · gather_f(Wout))
-
-    Args:
-      expert: chips over which experts are distributed; rows are sharded over `fsdp` and `expert`.
-      fsdp: shards of the rows and of the weights; -1: all other chips.
-      tensor: chips that share each matrix product.
     """
     return Strategy(
         name="experts",
@@ -222,11 +184,6 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
     """Copies the model to `data` groups of chips; each shards weights over `fsdp` and `tensor`.
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t];   H · gather_f(Wout[F_t, D_f]) → Out[B_df, D]  (summed over t)
-
-    Args:
-      data: copies of the model.
-      fsdp: shards of a copy's rows, and of each weight besides `tensor`; -1: all other chips.
-      tensor: chips that share each matrix product.
     """
     return Strategy(
         name="mesh3d",
@@ -237,14 +194,9 @@ def mesh3d(*, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
-    """Copies the model to each slice; gradients, and sums such as the loss, cross the data-center network (DCN).
+    """Copies the model to each slice; gradients cross the data-center network (DCN).
 
     In[B_df, D] · gather_f(Win[D_f, F_t]) → H[B_df, F_t], with data across slices, fsdp and tensor inside one
-
-    Args:
-      slices: number of slices.
-      fsdp: shards of a slice's rows, and of each weight besides `tensor`; -1: all other chips of the slice.
-      tensor: chips that share each matrix product.
     """
     return Strategy(
         name="multislice",
@@ -256,14 +208,9 @@ def multislice(*, slices: int, fsdp: int = -1, tensor: int = 1) -> Strategy:
 
 
 def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Splits layers into stages and rows into microbatches (Huang et al. 2019), in each of `data` copies of the model.
+    """Splits layers into stages and rows into microbatches (Huang et al. 2019).
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, for microbatch m;   logits[B_d, V_p]
-
-    Args:
-      stage: stages of the pipeline.
-      data: replicas of the pipeline; -1: all other chips.
-      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline",
@@ -275,15 +222,12 @@ def pipeline(*, stage: int = 4, data: int = -1, schedule: Schedule = _SCHEDULE) 
 
 
 def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Distributes stages over slices, `stage` of them in each; activations and gradients cross the data-center network.
+    """Distributes the stages of a pipeline over slices, `stage` of them in each.
 
     stage s: In[B_dm, D] · Win[D, F] → Out[B_dm, D] → stage s + 1, over the data-center network
 
     Args:
-      slices: number of slices.
       stage: stages in each slice.
-      data: replicas of the pipeline; -1: all other chips.
-      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_data",
@@ -296,15 +240,13 @@ def pipeline_data(*, slices: int, stage: int = 1, data: int = -1, schedule: Sche
 
 
 def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE) -> Strategy:
-    """Like pipeline, with weights sharded over `fsdp` and gathered once for all microbatches; stages may span `slices`.
+    """Like pipeline, with weights sharded over `fsdp` and gathered once for all microbatches.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F]) → Out[B_fm, D] → stage s + 1;   dWin → scatter_f, once for all m
 
     Args:
       stage: stages in each slice.
-      fsdp: chips that share the weights of a stage; -1: all others.
       slices: number of slices over which stages extend.
-      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_fsdp",
@@ -319,16 +261,13 @@ def pipeline_fsdp(*, stage: int, fsdp: int = -1, slices: int = 1, schedule: Sche
 def pipeline_fsdp_tensor(
     *, stage: int, tensor: int, fsdp: int = -1, slices: int = 1, schedule: Schedule = _SCHEDULE
 ) -> Strategy:
-    """Like pipeline_fsdp, with weights also sharded over `tensor`, and the vocabulary over `stage` and `tensor`.
+    """Like pipeline_fsdp, with weights also sharded over `tensor`.
 
     stage s: In[B_fm, D] · gather_f(Win[D_f, F_t]) → H[B_fm, F_t] → Out[B_fm, D] → stage s + 1;   logits[B_f, V_pt]
 
     Args:
       stage: stages in each slice.
-      tensor: chips that share each matrix product.
-      fsdp: chips that share the weights of a stage; -1: all others.
       slices: number of slices over which stages extend.
-      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_fsdp_tensor",
@@ -349,11 +288,7 @@ def pipeline_experts(
 
     Args:
       stage: stages in each slice.
-      expert: chips over which experts are distributed; rows are sharded over `fsdp` and `expert`.
-      fsdp: chips that share the weights of a stage; -1: all others.
-      tensor: chips that share each matrix product.
       slices: number of slices over which stages extend.
-      schedule: the schedule of microbatches.
     """
     return Strategy(
         name="pipeline_experts",

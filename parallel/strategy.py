@@ -1,12 +1,7 @@
 """Strategies: tables from logical axes to the axes of a named mesh.
 
-A strategy is data. It gives the degree of each mesh axis, and which logical axes are sharded over which mesh axes for
-stored parameters, for activations and, where different, for optimizer state. It contains no code and does not depend on
-a model, so the same tables apply to every model and can be printed, compared and tested.
-
-`specs` applies a table to the arrays of a model. A dimension that does not divide is not replicated silently: the error
-names the parameter, its shape, its axes, the strategy and ways to fix it. The exception is the dimension of layers in
-a pipeline: see `stored_spec`.
+A table says which logical axes are sharded over which mesh axes. A dimension that does not divide is an error, except
+that of layers in a pipeline (`stored_spec`).
 """
 
 import dataclasses
@@ -43,22 +38,17 @@ class Strategy:
     """The sharding of a model over a mesh.
 
     Attributes:
-      name: the name in reports and errors.
-      mesh_shape: degree by mesh axis inside a slice: a positive integer, or -1 for the remaining chips on one axis. A
-        missing axis has degree 1.
-      param_rules: sharding of stored parameters, with a row for each of `core.logical.LOGICAL_AXES`.
-      activation_rules: sharding of activations, with a row for each of `core.logical.LOGICAL_AXES`.
-      optimizer_rules: sharding of optimizer state, with the same rows; None: as the parameters.
-      dcn_shape: degree by mesh axis across slices; a missing axis has degree 1; empty for one slice.
+      mesh_shape: degree by mesh axis inside a slice; -1: the remaining chips; missing: 1.
+      param_rules: sharding of stored parameters: mesh axes for each of `core.logical.LOGICAL_AXES`.
+      activation_rules: sharding of activations, in the same form.
+      optimizer_rules: sharding of optimizer state; None: as the parameters.
+      dcn_shape: degree by mesh axis across slices; missing: 1; empty for one slice.
       pipeline: the schedule over `stage`; None without a pipeline.
-      overlap_reduction: whether the gradients of a layer are reduced over the axes that shard its parameters while the
-        layer before it computes (`parallel.overlapped`).
-      own_mesh_axes: additional mesh axes of this strategy, each with the axis of `MESH_AXES` that it follows in the
-        order of networks, slowest first: `{"ring": "fsdp"}`.
+      overlap_reduction: whether a layer's gradients are reduced while the layer before it computes.
+      own_mesh_axes: additional mesh axes, each with the axis of `MESH_AXES` that it follows: `{"ring": "fsdp"}`.
 
     Raises:
-      UserError: a table has an unknown name or lacks a row, a degree or another argument is malformed, a mesh axis
-        whose degree is not 1 is in no table, or the tables do not fit the pipeline or `overlap_reduction`.
+      UserError: a degree, a table or another argument is malformed, or they do not fit each other.
     """
 
     name: str
@@ -95,7 +85,7 @@ class Strategy:
 
     @functools.cached_property
     def used_mesh_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh: all of `mesh_axes`, except `expert` if neither a degree nor a table mentions it."""
+        """The axes of the mesh: `mesh_axes`, without `expert` if nothing mentions it."""
         tables = (self.param_rules, self.activation_rules, self.stored_optimizer_rules)
         mentioned = {axis for rules in tables for row in rules.values() for axis in logical.mesh_axes(row)}
         mentioned |= {*self.mesh_shape, *self.dcn_shape}
@@ -103,7 +93,7 @@ class Strategy:
 
     @property
     def stored_optimizer_rules(self) -> Rules:
-        """The table for the optimizer state: `optimizer_rules`, or by default `param_rules`."""
+        """The table for the optimizer state; by default `param_rules`."""
         return self.param_rules if self.optimizer_rules is None else self.optimizer_rules
 
 
@@ -225,14 +215,8 @@ def override(
     """Returns a strategy with rows of its tables replaced.
 
     Args:
-      strategy: for example `fsdp_tensor(tensor=4)`.
-      rules: rows of all tables. `{"kv_heads": None}` replicates key and value heads, which is necessary if a model has
-        2 and `tensor` is 4; `{"expert": "tensor"}` adds a row for a declared axis.
-      param_rules: rows of `Strategy.param_rules`; they take precedence over `rules`.
-      activation_rules: rows of `Strategy.activation_rules`; they take precedence over `rules`.
-
-    Raises:
-      UserError: the new tables are wrong; see `Strategy`.
+      rules: rows of all tables; `{"kv_heads": None}` replicates key and value heads.
+      param_rules, activation_rules: rows of these tables; they take precedence over `rules`.
     """
     both, state = dict(rules or {}), strategy.optimizer_rules
     return dataclasses.replace(
@@ -244,12 +228,7 @@ def override(
 
 
 def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
-    """Returns the degree of every mesh axis over all slices, in the order of `Strategy.used_mesh_axes`.
-
-    Raises:
-      UserError: the product of the degrees inside a slice is not its number of devices, or that of the degrees across
-        slices is not the number of slices; the message suggests what fits.
-    """
+    """Returns the degree of each used mesh axis over all slices, or raises UserError if they do not fit."""
     across = {axis: strategy.dcn_shape.get(axis, 1) for axis in strategy.used_mesh_axes}
     slices = math.prod(across.values())
     if slices != slice.num_slices:
@@ -268,12 +247,9 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
 
 
 def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
-    """Returns the number of which a dimension with this logical axis must be a multiple to divide under all tables.
+    """Returns the number of which a dimension with this logical axis must be a multiple.
 
     A multiple of it for `layers` also needs no padding in a pipeline.
-
-    Raises:
-      UserError: the strategy does not fit the slice, as in `resolve`; or `axis` is no logical axis.
     """
     shape = resolve(strategy, slice)
     rules = (strategy.param_rules, strategy.activation_rules, strategy.stored_optimizer_rules)
@@ -284,12 +260,9 @@ def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
 
 
 def mesh_text(shape: Mapping[str, int], *, dcn_shape: Mapping[str, int] | None = None, single: str = "1 chip") -> str:
-    """Returns the degrees of a mesh as text: `data 2 (DCN) x fsdp 16`.
+    """Returns the degrees of a mesh as text, such as `data 2 (DCN) x fsdp 16`.
 
-    Args:
-      shape: degree by mesh axis; axes of degree 1 are omitted.
-      dcn_shape: number of slices that each axis spans (None: 1); axes that span several are marked.
-      single: the text of a mesh in which every degree is 1.
+    `dcn_shape`: number of slices that each axis spans; None: 1. `single`: the text if every degree is 1.
     """
     spans = dcn_shape or {}
     degrees = (f"{axis} {n}" + (" (DCN)" if spans.get(axis, 1) > 1 else "") for axis, n in shape.items() if n != 1)
@@ -317,7 +290,6 @@ def _needs(fixed: int, free: list[str]) -> str:
 
 
 def _nearest_fits(shape: Mapping[str, int], devices: int) -> str:
-    """Returns the meshes that fit after a change of one degree; if there are none, other suggestions."""
     fits = []
     for axis, degree in shape.items():
         if degree in (1, -1):
@@ -343,13 +315,10 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
 
     Args:
       shapes: tree of arrays or `jax.ShapeDtypeStruct`.
-      axes: tree of `Axes` of the same structure.
-      rules: the table to follow.
-      mesh_shape: degree by mesh axis.
-      where: name of the table for messages: "strategy 'fsdp', param_rules".
+      where: name of the table for messages.
 
     Raises:
-      UserError: lists every array that the table does not fit.
+      UserError: the table does not fit some arrays.
     """
     problems: dict[str, list[str]] = {}  # problem -> arrays
 
@@ -373,18 +342,11 @@ def specs(shapes: Any, axes: Any, rules: Rules, *, mesh_shape: Mapping[str, int]
 def stored_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh_shape: Mapping[str, int]) -> PartitionSpec:
     """Returns the `PartitionSpec` of a stored array.
 
-    If the layers do not divide over the stages of a pipeline, or run before its first stage, the dimension of layers is
-    not sharded. Instead `stage` shards the first other dimension that divides, if there is one, so that a chip does not
-    store more.
+    If layers do not divide over the stages of a pipeline, or run before its first stage, `stage` shards another
+    dimension that divides, if there is one.
 
     Args:
-      shape: the global shape.
-      axes: the logical axis of each dimension.
-      rules: a table: mesh axes by logical axis.
       mesh_shape: degree by mesh axis.
-
-    Raises:
-      UserError: as `core.logical.partition_spec`.
     """
     spec = logical.partition_spec(axes, rules)
     is_first = axes.names[:1] == (logical.FIRST_LAYERS,) and "stage" in logical.mesh_axes(rules["layers"])
@@ -423,7 +385,6 @@ def _product(entry: str | tuple[str, ...]) -> str:
 
 
 def _fix(name: str, size: int, entry: str | tuple[str, ...], mesh_shape: Mapping[str, int]) -> str:
-    """Suggests sizes for `batch` and `length`, which are easy to change, and mainly other layouts for other axes."""
     shards = logical.shards(entry, mesh_shape)
     if name in ("batch", "length"):
         return f"Nearest that do: {', '.join(map(str, logical.nearest_multiples(size, shards)))}"
@@ -443,11 +404,7 @@ def shardings(spec_tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def batch_axes(spec: BatchSpec) -> dict[str, Axes]:
-    """Returns the logical axes of the fields of a batch.
-
-    Raises:
-      UserError: a field is malformed (`core.batches.check_spec`) or has an unknown axis.
-    """
+    """Returns the logical axes of the fields of a batch, or raises UserError if one is malformed."""
     check_spec(spec)
     for name, field in spec.items():
         logical.check_names(field.axes, where=f"field {name!r} of a batch")
@@ -455,5 +412,5 @@ def batch_axes(spec: BatchSpec) -> dict[str, Axes]:
 
 
 def row_axes(shape: Sequence[int]) -> Axes:
-    """Returns the axes of an array that is sharded over its first dimension only, the rows; a scalar has no axes."""
+    """Returns the axes of an array whose first dimension is rows; a scalar has no axes."""
     return Axes((("batch",) + (None,) * len(shape))[: len(shape)])

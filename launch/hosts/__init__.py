@@ -1,1 +1,1 @@
-"""The hosts of a slice: detects where this process runs, starts hosts (simulated or with gcloud), and joins them."""
+"""The hosts of a slice: detects, starts and joins them."""

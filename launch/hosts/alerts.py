@@ -1,12 +1,8 @@
 """Sends an alert when a run fails: RENGA_ALERT is a shell command or a web address that receives JSON.
 
-A killed process cannot report its own failure, so the process that started the run (`launch/pod.sh`, simulated or on a
-host) sends the alert. Processes of the run only write notes into a folder that they are given: the exception that ends
-them, or the hosts' common verdict on why the run ended, which takes precedence.
-
     {"run": …, "host": 0, "kind": "out of memory", "message": …, "step": 1200, "exit_code": 13, "time": …}
 
-The address may contain a secret, so it is never printed and never put on a command line.
+The process that started the run sends it, because a killed process cannot.
 """
 
 import contextlib
@@ -49,15 +45,9 @@ _ADDRESSES = ("https://", "http://127.0.0.1:", "http://localhost:")
 
 @contextlib.contextmanager
 def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Context for the process that starts a run; yields a function of the run's exit code, which sends alerts.
+    """Yields a function that sends an alert for an exit code, unless it is in `_SILENT`.
 
-    It sends one if RENGA_ALERT is set and the code is a failure, which a user's error, an interruption and a preemption
-    are not.
-
-    Args:
-      run_dir: the run directory, for the alert.
-      host: the index of the host if each host is started on its own: only host 0 sends alerts. None: this process
-        starts all hosts, or the index is unknown.
+    It does nothing unless RENGA_ALERT is set. `host`: only host 0 sends alerts; None: this process sends them.
 
     Raises:
       UserError: RENGA_ALERT cannot be used.
@@ -82,9 +72,9 @@ def watching(run_dir: str, *, host: int | None = None) -> Iterator[Callable[[int
 
 
 def noting(host: int | None) -> contextlib.AbstractContextManager[None]:
-    """Context for a process of a run, on the host with index `host` (None: unknown).
+    """Context that notes, for the alert, which failure ends this process.
 
-    If RENGA_NOTES names a folder, notes there for the process that sends alerts which failure ended this one.
+    Does nothing unless RENGA_NOTES names a folder.
     """
     folder = environment.read("RENGA_NOTES")
     return failure_notes.noting(Path(folder), host, silent=_SILENT) if folder else contextlib.nullcontext()
@@ -108,7 +98,6 @@ def _alert(code: int, first: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 def _send(target: str, alert: dict[str, Any]) -> None:
-    """Sends an alert within SEND_SECONDS, and prints whether that succeeded."""
     command = [sys.executable, "-c", _POST] if target.startswith(_ADDRESSES) else ["bash", "-c", target]
     no = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=no, stderr=no, text=True, start_new_session=True)

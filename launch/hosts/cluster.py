@@ -1,8 +1,4 @@
-"""Joins this process to the other hosts of the slice, and checks that they are the hosts and chips of that slice.
-
-This creates no arrays. Once the hosts have joined, every run also warns if library versions are older than tested or
-clocks differ; `launch/run check` makes the same two checks.
-"""
+"""Joins this process to the other hosts of the slice, and checks hosts, devices, library versions and clocks."""
 
 import faulthandler
 import importlib.metadata
@@ -34,7 +30,7 @@ SKEW_SECONDS = 5.0  # logs are merged by time, and servers reject credentials wi
 
 @dataclass(frozen=True)
 class Host:
-    """The host that this process is: its index, the number of hosts, and whether they are simulated."""
+    """The host that this process is, one of `count`."""
 
     index: int
     count: int
@@ -42,7 +38,7 @@ class Host:
 
     @property
     def is_zero(self) -> bool:
-        """Returns whether this is host 0, which alone writes shared files."""
+        """Whether this is host 0."""
         return self.index == 0
 
     @property
@@ -52,7 +48,7 @@ class Host:
 
 
 def limits(health: Health) -> Limits:
-    """Returns the time limits of a run's health checks; defaults are shorter if RENGA_SIMULATE is set."""
+    """Returns the time limits of a run's health checks."""
     return health.limits(USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU)
 
 
@@ -63,22 +59,15 @@ def join(
     limits: Limits = USUAL_LIMITS,
     before_devices: Callable[[distributed.Cluster], None] = lambda cluster: None,
 ) -> Host:
-    """Joins this process to the hosts of the slice, which monitor one another from then on.
-
-    In a simulation (RENGA_SIMULATE is set) the slice's chips are divided among the processes, of which there may be
-    only one.
+    """Joins this process to the hosts of the slice. All hosts must call it.
 
     Args:
-      slice_: the slice of the hosts.
-      description: describes the run (`launch.runs.prepared_run.run_signature`); it must be equal on all hosts.
-      limits: how long each activity of a host may take.
-      before_devices: called with the cluster once all hosts are connected and agree, before any device is initialized.
+      description: describes the run; must be equal on all hosts.
+      before_devices: called when all hosts are connected, before devices are initialized.
 
     Raises:
-      UserError: environment variables contradict one another or the slice; the descriptions of the hosts differ; JAX
-        finds other devices than those of the slice; or other processes use the GPUs.
-      TimeoutError: some hosts are missing; names them.
-      RuntimeError: a device was initialized before, or JAX cannot initialize the TPU.
+      UserError: the environment, the devices or the hosts' descriptions do not fit.
+      TimeoutError: some hosts are missing.
     """
     layout = environment.process_layout()
     played = environment.read("RENGA_SIMULATE")
@@ -112,11 +101,6 @@ def join(
 
 
 def _use_platform(slice_: Slice) -> int | None:
-    """Makes JAX use only the GPUs or the CPU of this machine; returns the number of CPU devices, None for GPUs.
-
-    Raises:
-      UserError: JAX_PLATFORMS asks for another platform, or other processes hold the memory of the GPUs.
-    """
     platform_ = slice_.chip.platform
     if (asked := environment.read("JAX_PLATFORMS")) not in (None, platform_, "gpu" if platform_ == "cuda" else None):
         raise UserError(f"{slice_.name} are {platform_} devices, but JAX_PLATFORMS={asked}: unset it, or name others")
@@ -179,7 +163,7 @@ def announce(host: Host) -> None:
 
 
 def about_hosts() -> list[str]:
-    """Returns a line for each host that has announced itself, in order; none in a single process."""
+    """Returns a line for each host that has announced itself; none in a single process."""
     if distributed.process_count() == 1:
         return []
     return [
@@ -188,10 +172,7 @@ def about_hosts() -> list[str]:
 
 
 def warn_at_start(host: Host) -> None:
-    """Prints a warning if library versions are older than tested or the clocks differ; a note if versions are newer.
-
-    All hosts must call it.
-    """
+    """Prints warnings about library versions and clocks. All hosts must call it."""
     for finding, is_mine in ((check_versions(), True), (check_clocks(), host.is_zero)):
         if is_mine and not finding.ok:
             print(f"{host.name}: warning: {finding.name}: {finding.detail}", flush=True)
@@ -200,9 +181,9 @@ def warn_at_start(host: Host) -> None:
 
 
 def check_versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
-    """Compares jax, jaxlib and libtpu with the tested versions: older or missing ones fail, newer ones are a note.
+    """Compares jax, jaxlib and libtpu with the tested versions; older or missing ones fail.
 
-    `installed` returns the version of a package. `pins` is the text of a requirements.txt; None: this project's.
+    `pins`: the text of a requirements.txt; None: this project's.
     """
     text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
     pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
@@ -226,10 +207,7 @@ def check_versions(*, installed: Callable[[str], str] = importlib.metadata.versi
 
 
 def check_clocks(*, now: Callable[[], float] = time.time) -> Finding:
-    """Compares the clocks of all hosts, which all must call this.
-
-    The finding fails if they are more than SKEW_SECONDS apart, beyond the uncertainty of the measurement.
-    """
+    """Compares the clocks of all hosts. All hosts must call it."""
     distributed.barrier("start/clocks")
     started, asked = now(), time.perf_counter()
     every = [float(text) for text in distributed.all_gather_text("start/clocks", repr(started))]

@@ -1,8 +1,5 @@
 """Builds, prints and runs gcloud command lines for a TPU.
 
-Each step is an argv list without a shell, so `--dry-run` prints exactly what would run; only the text of `--command` is
-quoted for a shell.
-
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus/tpu-vm (ssh, scp, describe).
 """
 
@@ -40,7 +37,7 @@ class Step(NamedTuple):
 class Description(NamedTuple):
     """A TPU as gcloud describes it: `v4-32`, `READY`, `HEALTHY`, and the address of host 0.
 
-    If gcloud failed, `problem` is what it printed, and `state` is `NOT_FOUND` if there is no such TPU, otherwise empty.
+    If gcloud failed, `problem` says why, and `state` is `NOT_FOUND` or empty.
     """
 
     accelerator_type: str = ""
@@ -51,12 +48,12 @@ class Description(NamedTuple):
 
 
 def find_tpus(names: str | None, zone: str | None, project: str | None) -> tuple[Tpu, ...]:
-    """Returns the TPUs named by flags, or else by TPU_NAME, TPU_ZONE and TPU_PROJECT; empty if there are none.
+    """Returns the TPUs that flags or environment variables name; empty if there are none.
 
-    `names` is one name, or `A,B` with one for each slice of the job; the first TPU runs the coordinator.
+    `names`: `A`, or `A,B` with one for each slice.
 
     Raises:
-      UserError: there is no zone, or a name is malformed or given twice.
+      UserError: the zone is missing, or a name is malformed or given twice.
     """
     names = names or environment.read("TPU_NAME")
     if not names:
@@ -80,11 +77,8 @@ def command(tpu: Tpu, verb: str, *flags: str, group: str = "tpu-vm", target: Seq
     """Returns the command line `gcloud compute tpus GROUP VERB TARGET … FLAGS`.
 
     Args:
-      tpu: the TPU.
-      verb: the action, such as `create`.
-      *flags: flags after those for the zone and the project.
-      group: the kind of resource, such as `tpu-vm`.
-      target: what the verb applies to; empty: the name of the TPU.
+      group: the kind of resource.
+      target: what the verb applies to; empty: the TPU.
     """
     where = (f"--zone={tpu.zone}", *((f"--project={tpu.project}",) if tpu.project else ()))
     return ("gcloud", "compute", "tpus", group, verb, *(target or (tpu.name,)), *where, *flags)
@@ -99,32 +93,25 @@ def ssh(tpu: Tpu, text: str, *flags: str, worker: str = "all") -> tuple[str, ...
     """Returns the command that runs shell text on hosts of a TPU.
 
     Args:
-      tpu: the TPU.
-      text: the shell text.
-      *flags: further flags of gcloud.
       worker: the index of a host, or `all`.
     """
     return command(tpu, "ssh", f"--worker={worker}", *flags, f"--command={text}")
 
 
 def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
-    """Returns shell text that runs an action of `on_host.sh`, with `variables` (NAME=VALUE) in its environment."""
+    """Returns shell text that runs an action of `on_host.sh`; `variables` are NAME=VALUE."""
     script = f"{REMOTE_WORKSPACE}/launch/hosts/on_host.sh"
     return shlex.join([*(("env", *variables) if variables else ()), "bash", script, action, *arguments])
 
 
 def describe_step(tpu: Tpu) -> Step:
-    """Returns the step that prints the TPU's type, state, health and address, separated by tabs."""
+    """Returns the step that prints the TPU's type, state, health and address."""
     form = "--format=value(acceleratorType,state,health,networkEndpoints[0].ipAddress)"
     return Step(f"describe {tpu.name}", command(tpu, "describe", form))
 
 
 def describe(tpu: Tpu) -> Description:
-    """Asks gcloud to describe a TPU; if gcloud fails, the description has a `problem`.
-
-    Raises:
-      UserError: gcloud is not installed.
-    """
+    """Asks gcloud to describe a TPU."""
     found = output(describe_step(tpu).argv)
     if found.returncode:
         return Description(state=missing(found), problem=found.stderr.strip())
@@ -132,11 +119,7 @@ def describe(tpu: Tpu) -> Description:
 
 
 def output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command line and captures its output; a timeout counts as a failure.
-
-    Raises:
-      UserError: the program is not installed.
-    """
+    """Runs a command line and captures its output; a timeout counts as a failure."""
     try:
         return subprocess.run(resolved(argv), capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -144,18 +127,14 @@ def output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def missing(failed: subprocess.CompletedProcess[str]) -> str:
-    """Returns NOT_FOUND if gcloud failed because the resource does not exist, otherwise ""."""
+    """Returns NOT_FOUND if gcloud says that something was not found, otherwise ""."""
     return "NOT_FOUND" if "NOT_FOUND" in failed.stderr or "not found" in failed.stderr else ""
 
 
 def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> int:
-    """Runs the steps one by one up to the first failure, or all at once if `together`; `dry_run` only prints them.
+    """Runs the steps until one fails, or all at once if `together`; `dry_run` only prints them.
 
-    Returns:
-      The exit code of the first step that failed, or 0.
-
-    Raises:
-      UserError: the program of a step is not installed, unless `dry_run`.
+    Returns the first exit code that is not 0, or 0.
     """
     running = []
     for step in steps:
@@ -177,7 +156,7 @@ def _wait(step: Step, process: subprocess.Popen) -> int:
 
 
 def resolved(argv: Sequence[str]) -> list[str]:
-    """Returns the command line with the full path of its program. Raises UserError if it is not installed."""
+    """Returns the command line with the full path of its program, or raises UserError."""
     program = shutil.which(argv[0])
     if program is None:
         raise UserError(f"{argv[0]} is not on PATH: install it (https://cloud.google.com/sdk), or use --dry-run")

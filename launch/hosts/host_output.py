@@ -1,16 +1,10 @@
 """`python -m launch.hosts.host_output LOG HOSTNAME COMMAND …`: runs a command on a host and logs its output.
 
-Every line of a host's log begins with the time (UTC), the host and its step:
+Lines of a log begin with the time (UTC), the host and its step:
 
     11-22 00:12:31.4 host 2 step 17 | loss 2.31
 
-The prefix is added by the process that writes the log, not by the one that trains, so that lines from C++ code and the
-last lines of a killed process have one too. The training process notes its step in a small file (RENGA_STEP_FILE).
-
-In a simulation the output of host 0 is shown on the terminal too, without prefixes. If this process has a terminal,
-host 0 gets a pseudo-terminal, so that progress lines redraw in place. The log has the same text without escape
-sequences and without the overwritten versions of redrawn lines. Known noise of libraries (`log_filters`) goes to
-the log alone. Standard library only: on a host this runs before anything is installed.
+Standard library only: on a host this runs before anything is installed.
 """
 
 import collections
@@ -43,13 +37,13 @@ _KEPT_BYTES = 2**20  # output that is kept while the log cannot be written
 
 
 def time_of(line: str) -> str | None:
-    """Returns the time in a line's prefix, as text that sorts by time; None for a line without a prefix."""
+    """Returns the time in a line's prefix; None for a line without a prefix."""
     found = _PREFIX.match(line)
     return found[1] if found else None
 
 
 class HostProcess(subprocess.Popen):
-    """The process of one host, and a thread that copies its output to a log and keeps the last lines."""
+    """The process of one host, and a thread that copies its output to a log."""
 
     def __init__(
         self,
@@ -62,17 +56,7 @@ class HostProcess(subprocess.Popen):
         to_terminal: bool = False,
         start_new_session: bool = False,
     ):
-        """Starts the process.
-
-        Args:
-          command: its argv; it ends if this process ends.
-          log_path: the log, which is appended to.
-          name: the name of the host, in lines until the process notes its step.
-          step_file: the file in which the process notes its step.
-          env: the environment variables, to which RENGA_STEP_FILE is added.
-          to_terminal: whether to show the output, too.
-          start_new_session: whether the process gets a session of its own.
-        """
+        """Starts the process; its lines have the prefix `name` until `step_file` has text."""
         self.log_path, self._name, self._step_file, self._to_terminal = log_path, name, step_file, to_terminal
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         if to_terminal and sys.stdout.isatty():
@@ -94,11 +78,10 @@ class HostProcess(subprocess.Popen):
         self._copier.start()
 
     def finish(self) -> None:
-        """Waits until all output of the ended process has been copied, for at most 2 s."""
+        """Waits at most 2 s until the process's output has been copied."""
         self._copier.join(_JOIN_SECONDS)
 
     def _prefix(self) -> str:
-        """Returns the prefix of a line written now: time and `host 2 step 17`, or `name` until the process notes it."""
         now = datetime.datetime.now(datetime.UTC)
         noted = self._step_file.read_text(errors="replace").strip("\0 \n") if self._step_file.exists() else ""
         return f"{now:%m-%d %H:%M:%S}.{now.microsecond // 100_000} {noted or self._name} | "
@@ -121,7 +104,7 @@ class HostProcess(subprocess.Popen):
         os.close(self._read_end)
 
     def _show(self, text: bytes) -> bytes:
-        """Writes `text` to the terminal; returns its last line, unwritten, if more of that line is to come."""
+        """Writes `text`; returns its last line, unwritten, if more of that line is to come."""
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         whole, rest = text[:end], text[end:]  # it may be the beginning of a line of noise
         _write_to_terminal(log_filters.without(whole))
@@ -152,11 +135,7 @@ def _write_to_terminal(chunk: bytes) -> None:
 
 
 def run(log_path: Path, name: str, command: Sequence[str]) -> int:
-    """Runs `command` to its end on the host called `name`; returns its exit code, or 128 + N if signal N ended it.
-
-    This process ignores signals to the process group, which the command handles, so that it can copy the command's last
-    lines.
-    """
+    """Runs `command` on the host called `name`; returns its exit code, 128 + N after signal N."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # a handler, because the command would inherit SIG_IGN
     with tempfile.TemporaryDirectory(prefix="renga-step-") as folder:

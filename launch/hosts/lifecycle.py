@@ -1,15 +1,11 @@
 """Creates, queues for and deletes TPUs, and recreates a TPU that was preempted during a run.
 
-Everything that a run needs is in its bucket, so a lost slice can be replaced by a new one. `Watch` polls the state of
-the TPU, and of the run on its host 0, and acts:
+`Watch` polls the state of the TPU, and of the run on its host 0, and acts:
 
     READY, run in progress     wait
-    READY, run ended           return its exit code: the host itself has restarted the run if that could help
-    READY, run preempted       start again: the machine was or was about to be taken down
+    READY, run ended           return its exit code
+    READY, run preempted       start again
     PREEMPTED, SUSPENDED, …    delete, create, wait for READY, ship, start; the run resumes from its last checkpoint
-
-A TPU that is about to be preempted stays READY for a while, and ssh fails now and then. Therefore a failed start is
-retried: the watch waits and polls again.
 
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus (tpu-vm, queued-resources: create, describe, delete).
 """
@@ -75,16 +71,11 @@ def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int
     """Creates, queues for or deletes TPUs one after another, up to the first failure.
 
     Args:
-      tpus: the TPUs.
       action: one of ACTIONS.
-      order: the options of the request.
       dry_run: whether only to print the commands.
 
     Returns:
-      The exit code of the first command that failed, or 0.
-
-    Raises:
-      UserError: gcloud is not installed, unless `dry_run`.
+      The exit code of the command that failed, or 0.
     """
     delete = action == "delete"
     steps = [delete_step(tpu, is_queued=order.is_queued) if delete else create_step(tpu, order) for tpu in tpus]
@@ -92,9 +83,9 @@ def act(tpus: Sequence[Tpu], *, action: str, order: Order, dry_run: bool) -> int
 
 
 def run_state(tpu: Tpu) -> str:
-    """Returns the state of the run on host 0: `running`, `ended CODE`, `gone`, or "" if host 0 did not answer.
+    """Returns the state of the run on host 0: `running`, `ended CODE` or `gone`.
 
-    A run is `gone` if it ended without an exit code, as by a reboot. Raises UserError if gcloud is not installed.
+    Empty: host 0 did not answer.
     """
     asked = gcloud.output(gcloud.ssh(tpu, gcloud.on_host("state"), worker="0"))
     return asked.stdout.strip() if asked.returncode == 0 else ""
@@ -110,10 +101,8 @@ class Watch:
 
     Attributes:
       tpus: the TPUs of the run, one for each slice.
-      order: how to recreate a lost TPU.
-      start: ships and starts the run on all TPUs; returns an exit code, or raises UserError if they are not ready.
-      requested: a list that gets an exit code when this process is asked to stop, which does not stop the run.
-      poll_seconds: seconds between two looks at the TPUs.
+      start: ships and starts the run on all TPUs; returns an exit code.
+      requested: gets an exit code when this process is asked to stop.
     """
 
     tpus: Sequence[Tpu]
@@ -123,18 +112,9 @@ class Watch:
     poll_seconds: float = POLL_SECONDS
 
     def run(self, *, restarts: int, newest_step: Callable[[], int | None]) -> int:
-        """Watches until the run ends, and restarts it after it was preempted or a slice was lost.
+        """Watches until the run ends, and restarts it after a preemption; returns an exit code.
 
-        Args:
-          restarts: how many restarts without a new checkpoint to allow.
-          newest_step: returns the newest checkpointed step, or None.
-
-        Returns:
-          The run's exit code; PREEMPTED if its slices were lost too often; FAILED if it could not be restarted; or the
-            code in `requested`, if this process was asked to stop.
-
-        Raises:
-          UserError: gcloud is not installed.
+        `restarts`: how many restarts without a new checkpoint to allow.
         """
         attempts = itertools.count()
 
@@ -145,7 +125,7 @@ class Watch:
                 return self.requested[0]
 
         def ending(code: int) -> exit_codes.Ending:
-            """Returns what a code means here: only PREEMPTED leads to a restart; after others, the hosts restart."""
+            """Only PREEMPTED leads to a restart here; the hosts handle other codes."""
             if code == exit_codes.PREEMPTED:
                 return exit_codes.Ending("the run was preempted, or its TPU is gone", True)
             return exit_codes.ending(code)._replace(restart=False)
@@ -160,7 +140,6 @@ class Watch:
         )
 
     def _follow(self) -> int:
-        """Waits until the run ends or a TPU is lost; returns the run's exit code, or PREEMPTED for a lost TPU."""
         while True:
             states = {tpu: gcloud.describe(tpu).state for tpu in self.tpus}
             if lost := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in GONE]:
@@ -176,7 +155,6 @@ class Watch:
             self._pause()
 
     def _restart(self) -> bool:
-        """Starts the run on all TPUs again, with up to _TRIES tries; returns whether that succeeded."""
         for tries in range(_TRIES):
             try:
                 self._restart_once()
@@ -187,7 +165,6 @@ class Watch:
         return False
 
     def _restart_once(self) -> None:
-        """Recreates lost TPUs, stops what is left of the run, and starts it. Raises UserError if that failed."""
         for tpu, state in {tpu: self._state(tpu) for tpu in self.tpus}.items():
             if state in GONE:
                 if self.order.is_queued or state != "NOT_FOUND":
@@ -202,7 +179,6 @@ class Watch:
             raise UserError(f"a step of the start failed (exit code {code}); its output is above")
 
     def _wait_until_ready(self, tpu: Tpu) -> None:
-        """Waits until a TPU is READY. Raises UserError if it will never be."""
         before = "READY"
         while True:  # a queued TPU may take long
             state = self._state(tpu)
@@ -216,7 +192,7 @@ class Watch:
             self._pause()
 
     def _state(self, tpu: Tpu) -> str:
-        """Returns the state of a TPU, or of its request while it is queued; empty if gcloud did not answer."""
+        """Returns the state of a TPU, or of its queued request; empty if unknown."""
         state = gcloud.describe(tpu).state
         if state != "NOT_FOUND" or not self.order.is_queued:
             return state

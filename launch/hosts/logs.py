@@ -1,8 +1,4 @@
-"""Merges the logs of all hosts by time: from a run directory, or live from the hosts of a slice.
-
-Every line begins with its time (`launch.hosts.host_output`); a line without a time stays after the line before it.
-Live lines are held back for a moment, because lines of some hosts arrive later.
-"""
+"""Merges the logs of all hosts by time: from a run directory, or live from the hosts of a slice."""
 
 import heapq
 import itertools
@@ -24,7 +20,7 @@ _POLL_SECONDS = 0.2
 
 
 def show(run_dir: str) -> int:
-    """Prints the merged logs of all hosts from a run directory; returns 0. Raises UserError if it has none."""
+    """Prints the merged logs of a run directory; returns 0. Raises UserError if it has none."""
     folder = paths.resolve(run_dir) / "logs"
     files = sorted(folder.glob("host_*.log")) if folder.exists() else []
     if not files:
@@ -41,10 +37,9 @@ def show(run_dir: str) -> int:
 def follow(
     commands: Sequence[Sequence[str]], *, write: Callable[[str], object] = lambda line: print(line, flush=True)
 ) -> int:
-    """Runs commands that print logs until all have ended, and calls `write` with each of their lines, merged by time.
+    """Runs commands that print logs, and calls `write` with each line, merged by time.
 
-    Returns:
-      The exit code of the first command that failed, 128 + N if signal N ended it; 0 if none failed; 130 after Ctrl-C.
+    Returns the first exit code that is not 0, or 0; 130 after Ctrl-C. Lines wait for a moment, as others may come late.
     """
     running = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") for argv in commands]
     arrived: queue.PriorityQueue[tuple[str, int, float, str]] = queue.PriorityQueue()
@@ -81,7 +76,6 @@ def follow(
 
 
 def _timed(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields (time, line); a line without a time has that of the line before it, or "" if there is none."""
     latest = ""
     for line in lines:
         latest = host_output.time_of(line) or latest

@@ -1,4 +1,4 @@
-"""Finds the devices of this machine (SLICE `local`) and of this process; prepares GPUs and their memory."""
+"""Finds the devices of this machine and of this process; prepares GPUs."""
 
 import importlib.metadata
 import json
@@ -27,8 +27,8 @@ class GpuMemory(NamedTuple):
 
     Attributes:
       fraction: the share of each GPU's memory that JAX may allocate.
-      is_preallocated: whether JAX allocates all of that at the start.
-      is_chosen: whether the user has set one of the two above.
+      is_preallocated: whether JAX allocates that share at the start.
+      is_chosen: whether an environment variable sets one of these.
     """
 
     fraction: float
@@ -37,11 +37,7 @@ class GpuMemory(NamedTuple):
 
 
 def gpu_memory() -> GpuMemory:
-    """Reads XLA_PYTHON_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_PREALLOCATE.
-
-    Raises:
-      UserError: one of them is malformed.
-    """
+    """Reads XLA_PYTHON_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_PREALLOCATE. Raises UserError if one is malformed."""
     fraction, preallocate = environment.read(_FRACTION), environment.read(_PREALLOCATE)
     try:
         share = slices.GPU_MEMORY_FRACTION if fraction is None else float(fraction)
@@ -56,15 +52,12 @@ def gpu_memory() -> GpuMemory:
 
 
 def prepare_gpus() -> None:
-    """Sets JAX's share of GPU memory, and the order of GPUs, unless set; call it before JAX initializes them.
+    """Sets JAX's share of GPU memory, and the order of GPUs, unless set.
 
-    By default, CUDA numbers GPUs from the fastest, and nvidia-smi by their places on the PCI bus. CUDA_DEVICE_ORDER is
-    set so that CUDA uses the places too, and CUDA_VISIBLE_DEVICES means the same GPUs for both. A user who sets another
-    order on a machine with several kinds of GPUs can get an error about a GPU that this process would not use.
+    Call it before JAX initializes the GPUs. CUDA_DEVICE_ORDER makes CUDA and nvidia-smi number them alike.
 
     Raises:
-      UserError: a variable is malformed; or other processes hold memory that JAX would allocate. The latter is no error
-        if the user has set one of JAX's two memory variables, so that several processes can share a GPU.
+      UserError: other processes use the GPUs, and no variable sets JAX's share.
     """
     memory = gpu_memory()
     os.environ.setdefault(*_ORDER)
@@ -78,10 +71,9 @@ def prepare_gpus() -> None:
 
 
 def gpus_in_use(*, free: float) -> list[str]:
-    """Returns a line for each visible GPU with a share of free memory below `free`; it names the GPU's processes.
+    """Returns a line for each visible GPU with a share of free memory below `free`.
 
-    An empty CUDA_VISIBLE_DEVICES counts as unset. The function asks nvidia-smi, and returns [] if that is missing or
-    fails; then JAX will report what is wrong.
+    Empty if nvidia-smi is missing or fails.
     """
     chosen = environment.read("CUDA_VISIBLE_DEVICES")
     gpus = _nvidia_smi("--query-gpu=index,uuid,memory.used,memory.total", chosen)
@@ -107,15 +99,7 @@ def _nvidia_smi(query: str, gpus: str | None) -> list[list[str]]:
 
 
 def _require_gpus_in_use(asked: str | None, *, said: str = "") -> None:
-    """Checks that JAX has not fallen back to the CPU on a machine with GPUs, which it does with only a warning.
-
-    Args:
-      asked: the value of JAX_PLATFORMS, if set.
-      said: what JAX printed.
-
-    Raises:
-      UserError: nvidia-smi lists GPUs that are not hidden from CUDA.
-    """
+    """On a machine with GPUs, JAX can fall back to the CPU with only a warning; this raises UserError."""
     if asked or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     gpus = _nvidia_smi("--query-gpu=name,driver_version", environment.read("CUDA_VISIBLE_DEVICES"))
@@ -136,12 +120,10 @@ def _require_gpus_in_use(asked: str | None, *, said: str = "") -> None:
 
 
 def _asked() -> str | None:
-    """Returns the platforms that JAX was told to use (JAX_PLATFORMS), if any."""
     return jax.config.values["jax_platforms"] or jax.config.values.get("jax_platform_name")  # its former name
 
 
 def _cuda_plugins() -> list[str]:
-    """Returns the installed CUDA plugins of JAX, with their versions."""
     found = importlib.metadata.entry_points(group="jax_plugins")
     return [
         f"{plugin.name} {plugin.dist.version if plugin.dist else ''}".strip()
@@ -154,8 +136,7 @@ def of_this_process() -> slices.Slice:
     """Initializes JAX's devices in this process, and returns their slice.
 
     Raises:
-      UserError: JAX finds no devices or does not use the GPUs, other processes use the GPUs, Renga does not know the
-        devices, or they belong to a slice of several hosts.
+      UserError: the devices cannot be used, or belong to a slice of several hosts.
     """
     place, asked = tpu_host.look(), _asked()
     if not jax_internals.backends_are_initialized():
@@ -179,7 +160,6 @@ def of_this_process() -> slices.Slice:
 
 
 def _prepare_platform(*, on_tpu_host: bool) -> None:
-    """Prepares the GPUs if JAX may use them; selects the CPU if nothing else is there or was asked for."""
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
     asked = _asked()
     if not (asked or on_tpu_host or plugins):
@@ -190,11 +170,7 @@ def _prepare_platform(*, on_tpu_host: bool) -> None:
 
 
 def local() -> slices.Slice:
-    """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU.
-
-    Raises:
-      UserError: JAX finds no devices or does not use the GPUs, or Renga does not know the devices.
-    """
+    """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU."""
     place = tpu_host.look()
     if place.accelerator_type:
         return slices.get(place.accelerator_type)

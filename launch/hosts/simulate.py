@@ -1,14 +1,8 @@
 """Simulates the hosts of a slice as processes on this machine, with CPU devices as chips.
 
-A simulated host runs the same command as a real one; environment variables tell it that its chips are CPU devices and
-where the other hosts are. If one process fails, the others have a moment to report what they observed, and are then
-stopped. The exit code is that of the host that failed first. The hosts end with this process, also if it is killed.
-
-    this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to RUN/logs/host_0.log and the terminal
-                 ├─ host_1   … RUN/logs/host_1.log
-                 └─ guard    reads a pipe from this process; if the pipe ends, kills the sessions and removes the
-                             folders; if the guard is killed as well, the kernel ends the hosts, but not what they
-                             started
+this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to host_0.log and the terminal
+             ├─ host_1   … host_1.log
+             └─ guard    kills the sessions and removes the folders if this process is killed
 """
 
 import contextlib
@@ -45,7 +39,7 @@ rm -rf "$1"
 
 
 def announce(slice_: slices.Slice, log_directory: Path) -> None:
-    """Prints the slice to be simulated, its hosts and chips, and where the logs are."""
+    """Prints which slice is simulated, and where the logs are."""
     hosts = units.counted(slice_.hosts, "host")
     print(f"Simulating {slice_.name}: {hosts} x {slice_.counted_per_host}; logs in {log_directory}", flush=True)
 
@@ -60,22 +54,17 @@ def run(
     requested: list[int] | None = None,
     xla_flags: str = "",
 ) -> int:
-    """Runs `command` once for every host of `slice_`, until all have ended, one fails, or a stop is requested.
+    """Runs `command` once for every host of `slice_`; stops all if one fails.
 
     Args:
-      slice_: the slice to simulate.
-      command: the argv that every host runs.
       log_directory: gets host_0.log, host_1.log, …, each appended to.
-      grace_seconds: time from asking a process to stop to killing it, in which it can save a checkpoint.
-      words_seconds: time from the first failure, in which other hosts can report it, to asking them to stop.
-      requested: the list of `supervise.stop_requests`, if the caller already listens for signals; None: this function
-        listens for them.
-      xla_flags: XLA_FLAGS of the hosts, to which a flag for one thread per device is added if the slice has more
-        devices than this machine has cores. XLA_FLAGS in the environment replace all of these.
+      grace_seconds: time from asking a process to stop to killing it.
+      words_seconds: time for the other hosts to report the first failure.
+      requested: the list of `supervise.stop_requests`; None: this function listens for signals.
+      xla_flags: flags in the hosts' XLA_FLAGS, unless the environment sets it.
 
     Returns:
-      0 if all succeeded; else the exit code of the host that failed first (128 + N if signal N ended it), ignoring
-      hosts that ended because of another; 130 after Ctrl-C, 143 after SIGTERM.
+      0, the exit code of the host that caused a failure, or that of the requested stop.
     """
     log_directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -110,15 +99,6 @@ def run(
 def _environment(
     slice_: slices.Slice, *, index: int, port: int, secret: str, home: Path, xla_flags: str
 ) -> dict[str, str]:
-    """Returns the environment variables of host `index`.
-
-    Args:
-      slice_, xla_flags: as in `run`.
-      index: index of the host.
-      port: port of the coordinator.
-      secret: the secret of this start, by which the hosts recognize one another.
-      home: a folder of this host alone: its HOME, with its cache and temporary files.
-    """
     has_core_each = slice_.devices <= len(os.sched_getaffinity(0))
     xla_flags = " ".join(filter(None, ("" if has_core_each else _ONE_THREAD, xla_flags)))
     return {
@@ -141,7 +121,7 @@ def _environment(
 
 
 def _wait(hosts: Sequence[HostProcess], requested: Sequence[int], *, words_seconds: float) -> HostProcess | None:
-    """Waits until all succeed or a stop is requested (returns None), or one fails (returns the host that caused it)."""
+    """Returns the host that caused a failure, if any failed."""
     running, failed, until = list(hosts), [], float("inf")
     while running and not requested and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
@@ -156,10 +136,6 @@ def _wait(hosts: Sequence[HostProcess], requested: Sequence[int], *, words_secon
 
 
 def _stop(hosts: Sequence[HostProcess], *, grace_seconds: float, requested: Sequence[int]) -> None:
-    """Ends every host's session of processes: SIGTERM (or SIGINT after Ctrl-C), a grace period, then SIGKILL.
-
-    A second Ctrl-C skips the grace period. A host that SIGSTOP has stopped is killed at once.
-    """
     request = signal.SIGINT if requested and requested[0] == exit_codes.INTERRUPTED else signal.SIGTERM
     for host in hosts:
         if host.poll() is None:
@@ -187,7 +163,6 @@ def _signal_session(host: HostProcess, number: int) -> None:
 
 
 def _report(host: HostProcess) -> int:
-    """Prints why and how the run ended; returns its exit code."""
     name, code = host.log_path.stem, exit_codes.of_process(host.returncode)
     if host.returncode in _STOPPED:  # that host has itself printed that it saved a checkpoint
         how, name_of_signal = _STOPPED[code]
@@ -203,10 +178,7 @@ def _report(host: HostProcess) -> int:
 
 @contextlib.contextmanager
 def _guard(scratch: str) -> Iterator[Callable[[object], None]]:
-    """Context with a helper process, which kills the hosts' sessions and removes `scratch` if this process is killed.
-
-    Yields a function that tells the helper the number of a session.
-    """
+    """Yields a function that tells a helper process which sessions to kill if this process is killed."""
     command = ["bash", "-c", _GUARD, "guard", scratch]
     no = subprocess.DEVNULL
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=no, stderr=no, start_new_session=True, text=True)

@@ -1,9 +1,4 @@
-"""Detects whether this machine is a host of a TPU slice, which slice it is, and which processes hold its chips.
-
-`look` returns its answer with the evidence, so that errors can show both. A TPU host is recognized by environment
-variables (in containers), or by chips in /dev that the metadata server confirms; without either, no network request
-is made.
-"""
+"""Detects whether this machine is a host of a TPU slice, and which processes hold its chips."""
 
 import http.client
 import os
@@ -37,8 +32,7 @@ class Place(NamedTuple):
 def look() -> Place:
     """Finds out whether this machine is a host of a TPU slice, and of which one.
 
-    It looks at environment variables and for chips in DEVICES. If these suggest a TPU but not the type of its slice, it
-    asks the metadata server.
+    It asks the metadata server only if environment variables or files in DEVICES suggest a TPU.
     """
     names = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
     values = {name: environment.read(name) for name in names}
@@ -55,11 +49,9 @@ def look() -> Place:
 
 
 def own_index(slice_: slices.Slice | None = None) -> int | None:
-    """Returns the JAX process index that this host will have in the job, before it joins; None if unknown.
+    """Returns the JAX process index that this host will have; None if unknown.
 
-    Args:
-      slice_: the slice or slices of the job; the hosts of earlier slices are counted first. None: the result is the
-        index among the hosts of this host's own slice.
+    `slice_` None: hosts of earlier slices are not counted.
     """
     simulated = environment.read("JAX_PROCESS_INDEX")
     worker = simulated or environment.read("TPU_WORKER_ID")
@@ -74,13 +66,9 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 
 
 def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: str) -> None:
-    """Raises UserError if the slice is not the actual one, or the slice table does not have the actual one.
+    """Raises UserError if a TPU is not of the slice that was asked for.
 
-    Args:
-      slice_: the slice that was asked for.
-      accelerator_type: the type of the actual slice or, in a job of several slices, of one of them; None: unknown, so
-        nothing is checked here.
-      where: the place that has this type, for the message.
+    `accelerator_type` None: unknown, and nothing is checked.
     """
     if accelerator_type is None:
         return
@@ -100,7 +88,7 @@ def require_slice(slice_: slices.Slice, *, accelerator_type: str | None, where: 
 
 
 def require_here(slice_: slices.Slice) -> None:
-    """Raises UserError if this machine is not a host of a TPU slice, or is a host of another one than `slice_`."""
+    """Raises UserError if this machine does not seem to be a host of `slice_`."""
     place = look()
     if not place.on_tpu_host:
         examined = "\n  ".join(place.looked_at)
@@ -112,10 +100,7 @@ def require_here(slice_: slices.Slice) -> None:
 
 
 def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
-    """Checks that no process but this one and its parent has opened a chip of this host, or libtpu's lock file.
-
-    `is_chip` matches the paths of chips. Processes of other users that cannot be inspected do not fail the check.
-    """
+    """Checks whether processes, except this one and its parent, are seen to hold a chip of this host."""
     holders, unseen = {}, 0
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) in (os.getpid(), os.getppid()):
@@ -137,16 +122,13 @@ def chip_holders(is_chip: re.Pattern = _CHIPS) -> Finding:
 
 
 def chips() -> list[str]:
-    """Returns the device files of TPU chips in DEVICES: `accel0`, … or `vfio/0`, … (which may be other hardware)."""
+    """Returns the files in DEVICES that may be TPU chips: `accel0`, … or `vfio/0`, …."""
     found = [p for p in DEVICES.glob("accel[0-9]*") if not p.is_dir()] + list(DEVICES.glob("vfio/[0-9]*"))
     return sorted(str(p.relative_to(DEVICES)) for p in found)
 
 
 def _metadata(path: str, *, patient: bool = False) -> tuple[str | None, str]:
-    """Asks the metadata server; returns the value at `path`, or None, and a line that says what it answered.
-
-    If `patient`, it asks again, with longer timeouts, if there is no answer.
-    """
+    """Returns the metadata server's value at `path`, or None, and a line that says what it answered."""
     if environment.read("TPU_SKIP_MDS_QUERY"):
         return None, "not asked (TPU_SKIP_MDS_QUERY is set)"
     request = urllib.request.Request(f"{METADATA_URL}/{path}", headers={"Metadata-Flavor": "Google"})

@@ -1,13 +1,8 @@
-"""Starts and controls a run on a real slice from a workstation; each step is one gcloud command line.
-
-`gcloud compute tpus tpu-vm scp/ssh --worker=all` copies files and runs `hosts/on_host.sh`, which is shipped with the
-workspace, on each host.
+"""Starts and controls a run on a real slice from a workstation, with gcloud command lines.
 
     describe → pack (git's files) → scp archive → install (unpack, launch/setup.sh) → scp secrets → start, detached
 
-Each step finishes on all hosts before the next begins, so nothing starts unless set-up succeeded on every host. A job
-of several slices has one TPU for each; MEGASCALE_… variables tell JAX and libtpu how to join them. HF_TOKEN and
-RENGA_ALERT are copied as files of mode 600, which the host deletes after reading them.
+Each step finishes on all hosts before the next begins.
 """
 
 import glob
@@ -44,21 +39,18 @@ class Run(NamedTuple):
 
 
 def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Path, dry_run: bool) -> int:
-    """Ships the workspace to every host, sets up, and starts a detached run on all hosts.
+    """Ships the workspace to every host, sets up, and starts a detached run.
 
     Args:
       tpus: the TPUs, one for each slice.
-      slice_: the slice (or slices) that the TPUs must be.
-      run: the command.
-      workspace: the folder to ship; files that git ignores are left out.
-      dry_run: whether only to print the steps, with words in capitals for values that a real start would find or make.
+      workspace: the folder to ship, without files that git ignores.
+      dry_run: whether only to print the steps.
 
     Returns:
       The exit code of the first step that failed, or 0.
 
     Raises:
-      UserError: a TPU has another size or is not READY, the numbers of TPUs and slices differ, the workspace is not
-        under git, its files are larger than MOST_BYTES, or gcloud is not installed (unless `dry_run`).
+      UserError: a TPU is not READY or not as asked for, or the workspace cannot be shipped.
     """
     names = ", ".join(tpu.name for tpu in tpus)
     if len(tpus) != slice_.num_slices:
@@ -130,10 +122,6 @@ def _ready(tpu: Tpu, slice_: slices.Slice) -> gcloud.Description:
 def _start_steps(
     tpus: Sequence[Tpu], run: Run, ships: Mapping[str, Path], *, coordinator: str, secret: str
 ) -> list[Step]:
-    """Returns the steps that ship the archive and secrets, and start the run; each is done on all TPUs before the next.
-
-    `ships` maps names of files on the hosts to local files.
-    """
     into = gcloud.REMOTE_WORKSPACE
     install = gcloud.on_host("install", *extras.flags())
     unpack = f"mkdir -p {into} && tar -xzf {_ARCHIVE} -C {into} launch/hosts/on_host.sh && {install}"
@@ -153,19 +141,14 @@ def _start_steps(
 
 
 def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:
-    """Runs an action on all hosts at once; TensorBoard runs on host 0 alone, and is tunneled to 127.0.0.1.
+    """Runs an action on all hosts; TensorBoard runs on host 0 of the first TPU.
 
     Args:
-      tpus: the TPUs.
       action: one of ACTIONS.
-      log_directory: the directory that TensorBoard shows (None: that of the run on host 0); not used by other actions.
-      dry_run: whether only to print the commands.
+      log_directory: for TensorBoard; None: that of the run on host 0.
 
     Returns:
       The exit code of the first command that failed, or 0.
-
-    Raises:
-      UserError: gcloud is not installed, unless `dry_run`.
     """
     if action == "tensorboard":
         return gcloud.perform([tensorboard_step(tpus[0], log_directory)], dry_run=dry_run)
@@ -178,12 +161,12 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, d
 
 
 def action_step(tpu: Tpu, action: str) -> Step:
-    """Returns the step that runs an action of `on_host.sh`, one without arguments, on all hosts of a TPU."""
+    """Returns the step that runs an action of `on_host.sh` on all hosts of a TPU."""
     return Step(f"{action} on all hosts of {tpu.name}", gcloud.ssh(tpu, gcloud.on_host(action)))
 
 
 def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
-    """Returns the step that runs TensorBoard on host 0 for `log_directory` (None: the directory of that host's run)."""
+    """Returns the step for TensorBoard on host 0; `log_directory` None: that of its run."""
     port = TENSORBOARD_PORT
     tunnel = ("--ssh-flag=-tt", f"--ssh-flag=-L 127.0.0.1:{port}:127.0.0.1:{port}")  # -tt: ends with this process
     text = gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
@@ -192,7 +175,7 @@ def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
 
 
 class Shipment(NamedTuple):
-    """The files of the workspace that are shipped, and their size before compression."""
+    """The files of the workspace to ship, and their size before compression."""
 
     files: Sequence[str]
     size_bytes: int
@@ -205,16 +188,12 @@ class Shipment(NamedTuple):
 
 
 def workspace_files(workspace: Path) -> list[str]:
-    """Returns the files to ship: those that git tracks or does not ignore. Raises UserError outside a git work tree."""
+    """Returns the files to ship: those that git tracks or does not ignore."""
     return _listed_by_git(workspace, "--cached", "--others")
 
 
 def require_small(workspace: Path) -> Shipment:
-    """Returns the files to ship with their total size.
-
-    Raises:
-      UserError: they are larger than MOST_BYTES (lists the largest), or the workspace is not under git.
-    """
+    """Returns the files to ship. Raises UserError if they are larger than MOST_BYTES in all."""
     files = workspace_files(workspace)
     sizes = {name: (workspace / name).lstat().st_size for name in files}
     if (total := sum(sizes.values())) <= MOST_BYTES:
@@ -236,10 +215,7 @@ def require_small(workspace: Path) -> Shipment:
 
 
 def _listed_by_git(workspace: Path, *kinds: str) -> list[str]:
-    """Returns what `git ls-files` lists, without ignored and deleted files; with `--directory`, folders end in `/`.
-
-    Raises UserError outside a git working tree.
-    """
+    """With `--directory`, git lists an untracked folder as one entry that ends in `/`."""
     command = ["git", "-C", str(workspace), "ls-files", "-z", *kinds, "--exclude-standard"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -248,7 +224,6 @@ def _listed_by_git(workspace: Path, *kinds: str) -> list[str]:
 
 
 def _pack(shipment: Shipment, *, workspace: Path, archive: Path) -> None:
-    """Writes the files and their git revision into a gzipped tar archive."""
     note = archive.with_name("revision")
     note.write_text(versions.git_revision(workspace) + "\n")
     with tarfile.open(archive, "w:gz") as tar:
@@ -259,10 +234,7 @@ def _pack(shipment: Shipment, *, workspace: Path, archive: Path) -> None:
 
 
 def shipped_path(path: str, *, workspace: Path) -> str:
-    """Returns where the file `path` is on the hosts: its path in the workspace, or `path` itself if it is remote.
-
-    Raises UserError if a local file does not exist or would not be shipped.
-    """
+    """Returns where the file `path` is on the hosts, or raises UserError if it is not shipped."""
     if paths.is_remote(path):
         return path
     absolute = Path(path).resolve()
@@ -274,9 +246,9 @@ def shipped_path(path: str, *, workspace: Path) -> str:
 
 
 def left_behind(patterns: Sequence[str], *, workspace: Path) -> list[str]:
-    """Returns a message for each pattern, relative to `workspace`, that matches files that would not be shipped.
+    """Returns a message for each pattern that matches files that would not be shipped.
 
-    Raises UserError if there are patterns and `workspace` is no git working tree.
+    Patterns are relative to `workspace`.
     """
     shipped = workspace_files(workspace) if patterns else []
     found = []

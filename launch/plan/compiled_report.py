@@ -1,4 +1,4 @@
-"""The command `report`: prints the layout and memory of a training step, and compares strategies by compiling it."""
+"""The command `report`: prints the layout and memory of a training step, and compares strategies."""
 
 import argparse
 import json
@@ -107,14 +107,14 @@ class StrategyResult(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The strategy's name; if it could not be built, the gin file or bindings that set it."""
+        """The strategy's name; if it could not be built, what set it."""
         if self.program:
             return self.program.partitioner.strategy.name
         return Path(self.choice).stem if self.choice.endswith(".gin") else self.choice
 
     @property
     def peak_bytes(self) -> float:
-        """Peak HBM per chip in bytes, even if it does not fit; infinite if the program could not be built."""
+        """Peak HBM per chip in bytes; infinite if unknown."""
         return self.found.compiled.peak_bytes if self.found else float(self.needed or "inf") * GIB
 
     def cells(self) -> list[str]:
@@ -134,7 +134,7 @@ class StrategyResult(NamedTuple):
         return [self.name, mesh, *numbers, ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the compiler's figures as JSON values; if there are none, the strategy's name and the problem."""
+        """Returns the compiler's figures, or the problem, as JSON values."""
         if self.program and self.found:
             return analysis.as_json(self.program, self.found)
         return {"strategy": self.name, "problem": self.problem}
@@ -145,15 +145,14 @@ def _short(number: float) -> str:
 
 
 def strategy_files() -> list[str]:
-    """Returns the gin files of all strategies, in alphabetical order."""
+    """Returns the workspace's gin files of strategies, in alphabetical order."""
     return sorted(map(sources.display, (sources.WORKSPACE / "gin/strategies").glob("*.gin")))
 
 
 def bindings_of(choice: str, *, flag: str = "--strategies") -> list[str]:
-    """Returns the gin statements of a choice: an include of a gin file, or statements separated by semicolons.
+    """Returns the gin statements of a choice: a gin file, or statements separated by semicolons.
 
-    Raises:
-      UserError: there is no such gin file, or `choice` is neither; the message names `flag`.
+    `flag` is named in errors.
     """
     if "=" not in choice and not choice.endswith(".gin"):
         raise UserError(
@@ -172,16 +171,9 @@ def compile_strategies(
 ) -> Iterator[StrategyResult]:
     """Compiles the experiment with each strategy, and yields the results one by one.
 
-    If a strategy's configuration has a mistake or its step does not fit, the result contains the reason.
-
     Args:
-      experiment: the experiment's gin file.
-      choices: each is a gin file, or bindings of STRATEGY separated by semicolons.
+      choices: gin files, or bindings of STRATEGY separated by semicolons.
       bindings: gin bindings that override the experiment and the choice.
-      slice_name: the slice.
-
-    Raises:
-      UserError: the experiment itself has a mistake, or the gin file of a choice does not exist.
     """
     loader.load(experiment, bindings=bindings, slice_name=slice_name).build()
     for choice in choices:
@@ -203,7 +195,7 @@ def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name:
 
 
 def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None:
-    """Prints the results as a Markdown table, least memory first, then their problems and compiler warnings."""
+    """Prints the results as a Markdown table, least memory first, then problems and warnings."""
     chip = slices.get(slice_name).chip
     print(f"\ncompiled for {slice_name} by libtpu on this machine's CPU (not run), per {chip.unit} and step;")
     usable = chip.usable_hbm_bytes / GIB
@@ -237,11 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables. Returns 1 if nothing is compiled and, by arithmetic, a step cannot fit; 0 otherwise.
-
-    Raises UserError if flags exclude one another, the experiment has a mistake, or a step does not fit when it is
-    compiled. With --strategies, the table shows those that do not fit instead.
-    """
+    """Prints the tables; returns 1 if an uncompiled step does not seem to fit, otherwise 0."""
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
     if args.scale_from:
@@ -255,10 +243,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
-    """Prints the report of each phase; returns the compiler's figures, and whether all phases fit into a chip.
-
-    Several phases have a list of figures.
-    """
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     for note in config.notes:
         print(f"note: {note}")
@@ -280,10 +264,6 @@ def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
 
 
 def _described(program: Program, *, is_compiled: bool) -> tuple[Any, bool]:
-    """Prints the report of a program; returns the compiler's figures as JSON values, and whether it fits into a chip.
-
-    The figures are None if it is not compiled. Raises OutOfHbmError if it is compiled and does not fit.
-    """
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")
     if schedule := program.partitioner.pipeline:

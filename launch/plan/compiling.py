@@ -1,8 +1,6 @@
 """Compiles candidates in separate processes, at most two at a time.
 
-The compiler holds gigabytes of memory until its process ends, so the plan's own process never compiles:
-`python -m launch.plan.compiling JOB.json` compiles one candidate and writes its record. Every finished record is saved
-at once in the user's cache. So an interruption costs only the compilations in progress, and the same command resumes.
+The compiler holds gigabytes of memory until its process ends.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ _POLL_SECONDS = 0.1
 
 
 class Job(NamedTuple):
-    """One candidate to compile: the configuration that the worker process loads, and the file for its record."""
+    """One candidate to compile, and the file for its record."""
 
     name: str
     experiment: str
@@ -51,7 +49,7 @@ class _Running(NamedTuple):
 
 
 def max_concurrent() -> int:
-    """Returns how many compilations to run at once: as many as cores and memory allow, from 1 to MAX_CONCURRENT."""
+    """Returns how many compilations to run at once, from 1 to MAX_CONCURRENT."""
     room = host_memory.available_bytes() // BYTES_PER_COMPILE
     return int(max(1, min(MAX_CONCURRENT, os.cpu_count() or 1, room)))
 
@@ -63,16 +61,13 @@ def compile_all(
     on_start: Callable[[Job], None] = lambda job: None,
     command: Sequence[str] = WORKER,
 ) -> Iterator[tuple[Job, Record]]:
-    """Starts jobs in order, each in a worker process, and yields each with its record as it finishes.
+    """Compiles jobs in worker processes, and yields each with its record as it finishes.
 
-    If a worker fails, the record has status FAILED and the reason, and is not saved. If the iteration ends early, also
-    by Ctrl-C, the workers are stopped.
+    If the iteration ends early, the workers are killed.
 
     Args:
-      jobs: the jobs; the next one is taken when it can start.
-      wanted: called before each start; returns how many more candidates that fit are wanted, running ones included.
-      on_start: called with each job before it starts.
-      command: the command line that starts a worker, to which the file of its job is added.
+      wanted: returns how many more candidates that fit are wanted.
+      command: the command line of a worker, without its job's file.
     """
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="renga-plan-") as scratch:
@@ -129,10 +124,7 @@ def main(job_file: str) -> None:
 
 
 def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:
-    """Compiles one candidate in this process and returns its record.
-
-    If building it raises UserError, the record has the status REFUSED and the reason.
-    """
+    """Compiles one candidate in this process; its record is REFUSED if it cannot be built."""
     try:
         experiment = loader.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
         bound = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))

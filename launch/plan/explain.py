@@ -28,16 +28,11 @@ _TEXT = ("kind", "where", "on one chip", "hottest operations", "mesh axes", "net
 
 
 def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str]) -> int:
-    """Compiles one layout and prints what limits it; returns 0, or 1 if it does not fit.
+    """Compiles one layout and prints what limits it; returns 1 if it does not fit.
 
     Args:
-      path: the gin file of the experiment.
       choice: the layout, as a gin file or as bindings of STRATEGY.
-      slice_name: the slice.
       bindings: gin bindings that override both.
-
-    Raises:
-      UserError: there is no such file, the configuration has a mistake, or the slice cannot have the layout.
     """
     chosen = compiled_report.bindings_of(choice, flag="--explain")
     question = search.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])

@@ -16,17 +16,14 @@ from parallel.planning.generation_cost import GenerationCost
 
 
 def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Compiles generation for each number of rows; prints memory and predicted speed, and returns them as JSON values.
+    """Compiles generation for each batch size; prints memory and predicted speed.
 
     Args:
-      path: the experiment's gin file. Its STRATEGY lays out the model; its LENGTH is the number of positions.
-      slice_name: the slice.
-      bindings: gin bindings that override the experiment's.
-      batch_sizes: numbers of rows that are generated together; empty: the experiment's BATCH_SIZE.
+      path: the experiment's gin file; its LENGTH is the number of positions.
+      batch_sizes: numbers of rows; empty: the experiment's BATCH_SIZE.
 
-    Raises:
-      UserError: the configuration has a mistake, the model cannot generate with a KV cache, rows do not divide over the
-        chips, the layout does not fit the slice, or generation does not fit into a chip's memory.
+    Returns:
+      JSON values, one for each batch size.
     """
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
     for note in config.notes:

@@ -1,4 +1,4 @@
-"""Prints the ranked candidates of a plan, why others were rejected, and the cost of training with the best one."""
+"""Prints the ranked candidates of a plan, why others were rejected, and the cost of training."""
 
 import datetime
 import itertools
@@ -31,15 +31,9 @@ _OF_COMPILED = ("predicted", "compiled in s")
 def show(rows: Sequence[CandidateMetrics], *, title: str, label: str, wide: bool) -> None:
     """Prints a table of candidates, with as many columns as the terminal's width allows.
 
-    For compiled candidates, the column `predicted` is the step time with only that traffic hidden which the compiler
-    overlapped with computation, and `step s` is its interval from published steps. For others, `step s` reaches from
-    the time with all traffic hidden to that with none.
-
     Args:
       rows: candidates, the best first.
-      title: a line above the table.
-      label: a sentence below the table: the source and known error of predictions (`calibration.label`).
-      wide: whether to show all columns at any width.
+      wide: whether to ignore the terminal's width.
     """
     console, wanted = terminal.console(PIPED_WIDTH), _HEADINGS if wide else _NARROW
     for heading in () if wide else _WIDER:
@@ -83,7 +77,7 @@ def cells(row: CandidateMetrics) -> list[str]:
 
 
 def sent(traffic: Sequence[AxisTime]) -> str:
-    """Formats the GiB that each axis sends as `fsdp 47.1; data 0.8 over DCN`, without amounts that round to 0."""
+    """Formats the GiB that each axis sends, as `fsdp 47.1; data 0.8 over DCN`."""
     parts = []
     for axis in traffic:
         amount = axis.wire_bytes / GIB
@@ -97,13 +91,7 @@ def sent(traffic: Sequence[AxisTime]) -> str:
 
 
 def print_rejected(options: Sequence[Option], found: Compiled, *, every: bool) -> None:
-    """Prints why candidates are not in the table.
-
-    Args:
-      options: all candidates; those with a reason are grouped by kind of reason.
-      found: compiled candidates with their records; those without a time are listed.
-      every: whether to print each candidate of a group, not only one.
-    """
+    """Prints why candidates are not in the table."""
     for kind, group in selection.by_reason(options):
         terminal.say(f"\nrejected, {kind}: {len(group)}")
         shown = group if every else sorted(group, key=lambda one: len(one.name))[:1]
@@ -126,8 +114,6 @@ def outlook(question: Question, best: CandidateMetrics, *, price: float | None, 
     """Describes the cost of training with the winner: hours, chip-hours, end date and US dollars.
 
     Args:
-      question: the experiment and its slice.
-      best: the winner.
       price: US dollars per chip-hour; None if unknown.
       now: the time at which the run would start.
     """
@@ -144,14 +130,9 @@ def outlook(question: Question, best: CandidateMetrics, *, price: float | None, 
 
 
 def against_pipelines(best: Option, options: Sequence[Option]) -> list[str]:
-    """Returns lines that compare the winner with the fastest pipeline or, if it is one, with the fastest other layout.
+    """Compares the winner with the fastest layout of the other kind, with or without pipeline.
 
-    Args:
-      best: the winner.
-      options: all candidates, from the fastest by the analytical estimate.
-
-    Returns:
-      The lines; [] if no such layout may fit, or the winner has no estimate.
+    `options` are ordered from the fastest. Returns [] if there is nothing to compare.
     """
     is_pipeline = _is_pipeline(best)
     other = next((one for one in options if not one.reason and _is_pipeline(one) != is_pipeline), None)
@@ -175,7 +156,7 @@ def _is_pipeline(option: Option) -> bool:
 
 
 def _figures(option: Option) -> tuple[str, ...]:
-    """Returns as text the milliseconds per row of a step, of its computation and of its traffic; and the bubble."""
+    """Returns the milliseconds per row of a step, its computation and its traffic; and the bubble."""
     assert option.estimate is not None
     time, ms = option.estimate.time, 1e3 / option.candidate.batch_size
     busy, traffic = (f"{seconds * ms:.3g}" for seconds in (time.busy, time.traffic_seconds))
@@ -183,7 +164,7 @@ def _figures(option: Option) -> tuple[str, ...]:
 
 
 def header(question: Question, best: CandidateMetrics, *, label: str) -> list[str]:
-    """Returns the comment at the top of the winner's gin file, line by line; `label` as in `show`."""
+    """Returns the comment at the top of the winner's gin file, line by line."""
     mfu = f", MFU {between(best.mfu, '{:.1f}', 100)} %" if best.mfu else ""
     tokens, chip = units.counted(best.tokens // best.rows, "token"), question.slice.chip
     return [

@@ -24,7 +24,7 @@ from parallel.planning.selection import JudgedCandidate
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The input of a plan: an experiment or one of its phases, a slice, and batch sizes to try."""
+    """The input of a plan: an experiment or one of its phases, a slice, and batch sizes."""
 
     path: str
     config: LoadedConfig
@@ -36,7 +36,7 @@ class Question:
 
     @property
     def total_tokens(self) -> int:
-        """The number of tokens that the experiment, or its phase, trains on with its own batch size."""
+        """The number of tokens that the experiment, or its phase, trains on."""
         return self.num_steps * self.experiment.tokens_per_step
 
     def steps(self, batch_size: int) -> int:
@@ -46,14 +46,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option(JudgedCandidate):
-    """A candidate with its estimate, its gin bindings and the identity of its program.
-
-    Bindings and identity are computed when needed, because most candidates are only ranked.
-
-    Attributes:
-      question: the input of the plan.
-      writer: computes the bindings.
-    """
+    """A candidate with its estimate and, computed when needed, its gin bindings and program identity."""
 
     question: Question = dataclasses.field(repr=False, compare=False)
     writer: Writer = dataclasses.field(repr=False, compare=False)
@@ -65,7 +58,7 @@ class Option(JudgedCandidate):
 
     @functools.cached_property
     def text(self) -> str:
-        """The identity of the program (`program_text`), by which its record is found; "" without an estimate."""
+        """The identity of the program, by which its record is found; "" without an estimate."""
         if self.estimate is None:
             return ""
         made = apply(self.question.experiment, self.candidate)
@@ -83,13 +76,10 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     """Loads the experiment that a plan is for; of several phases the first.
 
     Args:
-      path: the experiment file.
-      slice_name: the slice.
-      bindings: gin bindings that override the experiment's; `PHASE = N` chooses another phase.
+      bindings: override the experiment's; `PHASE = N` chooses another phase.
       batch_sizes: batch sizes to compare, in rows; empty: only the experiment's.
 
     Raises:
-      UserError: the slice is unknown, or the configuration has a mistake, also with one of the batch sizes.
       PhaseSetsLayoutError: PHASE names a phase that sets its own strategy or accumulation.
     """
     slice_ = slices.get(slice_name)
@@ -125,17 +115,9 @@ def _require_bindable(
 
 
 def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
-    """Returns the candidates with their estimates: those that may fit from the fastest, then the others with reasons.
+    """Returns the candidates: those that may fit from the fastest, then the others with reasons.
 
-    Of choices of `remat` with the same work, one is tried. Choices that gin bindings cannot set are left out, except
-    the model's own.
-
-    Args:
-      question: the input of the plan.
-      only: names of the strategies to try; empty: all that a plan can try, and the experiment's own.
-
-    Raises:
-      UserError: a strategy is unknown, or the model cannot be traced (`model_trace.trace`).
+    `only`: names of the strategies to try; empty: all that a plan can try, and the experiment's own.
     """
     experiment = question.experiment
     spec = experiment.task.spec(experiment.batch_size)
@@ -172,7 +154,6 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
 
 
 def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:
-    """Returns whether the experiment already has all of a candidate's settings."""
     return (
         (candidate.layout is None or candidate.layout.strategy() == experiment.strategy)
         and candidate.remat in (None, candidates.remat_of(experiment.model))
@@ -182,13 +163,13 @@ def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:
 
 
 def ranked(found: Compiled) -> list[tuple[Option, Record]]:
-    """Returns the candidates that fit, the fastest first, by predicted seconds per row (`StepTime.scheduled`)."""
+    """Returns the candidates that fit, from the fewest predicted seconds per row."""
     fit = [(record.time.scheduled / one.candidate.batch_size, one, record) for one, record in found if record.time]
     return [(one, record) for _, one, record in sorted(fit, key=lambda each: each[0])]
 
 
 def metrics(question: Question, option: Option, record: Record | None = None) -> CandidateMetrics:
-    """Returns the metrics of a candidate from its record or, without one, from its estimate, which it must have."""
+    """Returns the metrics of a candidate from its record or, without one, from its estimate."""
     experiment, rows, estimate = question.experiment, option.candidate.batch_size, option.estimate
     assert estimate is not None, option.name
     flops = experiment.flops_per_step
@@ -215,7 +196,7 @@ class Writer:
         self._changes = Changes(config, experiment.model)
 
     def can_write(self, candidate: Candidate) -> bool:
-        """Returns whether gin bindings can express the candidate's rematerialization (`remat`)."""
+        """Returns whether gin bindings can express the candidate's `remat`."""
         return self._changes.constructor("remat") is not None or candidate.remat in (
             None,
             candidates.remat_of(self._experiment.model),
@@ -235,17 +216,12 @@ class Writer:
         return statements
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
-        """Returns the text of a gin file for the candidate, to be included after the experiment's own statements.
-
-        Args:
-          candidate: the candidate.
-          header: lines of a comment at the top.
-        """
+        """Returns the text of a gin file for the candidate, to include after the experiment's statements."""
         return changes.file(self.bindings(candidate), header=header)
 
 
 def total_steps(experiment: Experiment, batch_size: int) -> int:
-    """Returns the smallest number of steps with `batch_size` rows that train on at least the experiment's tokens."""
+    """Returns the smallest number of steps with `batch_size` rows for the experiment's tokens."""
     return -(-experiment.total_steps * experiment.batch_size // batch_size)
 
 

@@ -36,15 +36,6 @@ _TRIES = 8  # at most this multiple of the wanted candidates is compiled; compil
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Plans each phase, and prints the plans.
-
-    Returns:
-      0; 1 if no layout fits one of the phases or any of several slices, or no phase can be planned; 130 after Ctrl-C,
-      which prints the results so far.
-
-    Raises:
-      UserError: the experiment has a mistake, or several phases where the arguments need one.
-    """
     names = slice_ranking.names(args.slice)
     spans = loader.load(args.experiment, bindings=args.gin, slice_name=names[0]).build().spans()
     if len(names) > 1:
@@ -76,7 +67,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_one(args: argparse.Namespace) -> int:
-    """Plans one phase, or an experiment without phases; returns an exit code as `_plan`."""
     question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch_size)
     options = search.options(question, only=args.only)
     possible = [one for one in options if not one.reason]
@@ -102,7 +92,6 @@ def _wanted(args: argparse.Namespace) -> int:
 
 
 def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned:
-    """Returns the metrics of the best layout of a slice and "", or None and the reason why there is none."""
     options = search.options(question, only=args.only)
     if args.arithmetic:
         options = _without_known_misfits(options, Store())
@@ -122,11 +111,7 @@ def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned
 
 
 class _Session:
-    """Looks up or compiles the records (memory and time) of a plan's candidates.
-
-    Attributes:
-      found: candidates with their records, in the order in which they were found.
-    """
+    """Looks up or compiles the records (memory and time) of a plan's candidates."""
 
     def __init__(self, question: Question, options: Sequence[Option], store: Store, wanted: int, *, is_fresh: bool):
         self.question, self.options, self.store = question, options, store
@@ -151,7 +136,6 @@ class _Session:
         return None if self._is_fresh else self.store.find(one.text)
 
     def look_up(self) -> None:
-        """Takes existing records in order, until those that fit and the candidates without a record are enough."""
         missing: list[Option] = []
         while self._left and self._still_wanted() > len(missing):
             one = self._left.pop(0)
@@ -162,7 +146,6 @@ class _Session:
         self._left = [*missing, *self._left]
 
     def compile_missing(self) -> None:
-        """Compiles candidates until enough fit or none are left. Raises UserError if the cache cannot be written."""
         if self._still_wanted() <= 0 or not self._left:
             return
         try:
@@ -226,10 +209,7 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
 
 
 def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Option]:
-    """Returns the candidates; those that did not fit when they were compiled earlier have that as their reason.
-
-    Records are looked up only until the table has enough rows.
-    """
+    """Marks candidates that did not fit when they were compiled; looks no further than the table shows."""
     found, shown = list(options), 0
     for i, one in enumerate(options):
         record = None if one.reason else store.find(one.text)
@@ -271,7 +251,6 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
 
 
 def _compiler_warnings(found: search.Compiled) -> list[str]:
-    """Returns the compiler's warnings, each with the layouts that caused it."""
     layouts: dict[str, list[str]] = {}
     for one, record in found:
         for warning in record.warnings:
@@ -281,7 +260,6 @@ def _compiler_warnings(found: search.Compiled) -> list[str]:
 
 
 def _provenance(found: search.Compiled) -> list[str]:
-    """Returns a note about committed records in use: their revisions, and whether sources have changed; else []."""
     committed = [record for _, record in found if record.is_committed]
     if not committed:
         return []
@@ -293,7 +271,6 @@ def _provenance(found: search.Compiled) -> list[str]:
 
 
 def _short(revision: str) -> str:
-    """Shortens a git revision; `3bfc0fd0c2+` had uncommitted changes."""
     return re.sub(r"(?<=[0-9a-f]{10})[0-9a-f]+", "", revision).replace("-dirty", "+")
 
 
@@ -306,7 +283,6 @@ def _finish(
     *,
     label: str,
 ) -> None:
-    """Prints the cost of training with the winner, and writes the requested files."""
     print(f"\nbest: {best.name}")
     price = args.price[0] if args.price else None
     for line in ranking.outlook(question, rows[0], price=price, now=datetime.datetime.now()):
@@ -372,12 +348,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, explains one layout (--explain), or predicts the speed of generation (--generate).
-
-    Returns 0; 1 if no layout fits, or the explained one does not; 130 after Ctrl-C in a plan, with the results so far.
-
-    Raises UserError if flags exclude one another, the slice or the experiment has mistakes, or generation does not fit.
-    """
+    """Plans, explains one layout (--explain), or predicts the speed of generation (--generate)."""
     names = slice_ranking.names(args.slice)
     candidates.require_known(args.only)
     if len(names) > 1:

@@ -1,4 +1,4 @@
-"""Ranks slices for one experiment, by the best layout of each: `launch/run plan SLICE,SLICE EXPERIMENT.gin`."""
+"""Ranks slices for one experiment: `launch/run plan SLICE,SLICE EXPERIMENT.gin`."""
 
 import argparse
 import dataclasses
@@ -25,25 +25,20 @@ Planned = tuple[CandidateMetrics | None, str]  # the best layout of a slice or N
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The best layout of one slice.
-
-    Attributes:
-      best: metrics of the layout.
-      price: US dollars per chip-hour; None if not given.
-    """
+    """The best layout of one slice; `price` in US dollars per chip-hour, None if not given."""
 
     best: CandidateMetrics
     price: float | None
 
     @property
     def chip_hours(self) -> Range:
-        """The chip-hours of the whole run: the least and the most that are expected."""
+        """The least and the most chip-hours expected for the run."""
         fast, slow = self.best.hours
         return fast * self.best.slice.chips, slow * self.best.slice.chips
 
     @property
     def dollars(self) -> Range | None:
-        """The US dollars of the whole run: the least and the most that are expected; None without a price."""
+        """The least and the most US dollars expected for the run; None without a price."""
         if self.price is None:
             return None
         fast, slow = self.chip_hours
@@ -68,7 +63,8 @@ class Choice:
 def names(text: str) -> list[str]:
     """Returns the names of the slices in text such as `v4-32,v5p-32`.
 
-    Raises UserError if one is no TPU slice, is empty or is given twice.
+    Raises:
+      UserError: a name is not that of a TPU slice, or is given twice.
     """
     given = [one.strip() for one in text.split(",")]
     if "" in given:
@@ -80,15 +76,12 @@ def names(text: str) -> list[str]:
 
 
 def prices(text: str) -> list[float]:
-    """Converts an argument to prices in US dollars per chip-hour: numbers above 0, separated by commas.
-
-    Raises ArgumentTypeError for other text.
-    """
+    """Returns prices in US dollars per chip-hour from text such as `3.22,4.2`."""
     return [flags.positive(one.strip()) for one in text.split(",")]
 
 
 def require_fitting(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises UserError for options that need a single slice, and if the prices do not match the slices."""
+    """Raises UserError if options or prices do not suit several slices."""
     if given := [name for name in _FOR_ONE_SLICE if getattr(args, name)]:
         raise UserError(
             f"--{given[0]} needs one slice, and SLICE = {args.slice!r} names {len(names)}: name one, or leave out "
@@ -102,19 +95,13 @@ def require_fitting(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Question], Planned], *, label: str) -> int:
-    """Plans each slice, and prints the best layout of each in one table, from the fewest predicted hours.
+    """Plans each slice, and prints the best layouts in one table, from the fewest hours.
 
     Args:
-      args: the command's arguments.
-      names: the names of the slices.
-      plan: returns the best layout of a slice, or why there is none; its UserError is printed as the reason.
-      label: a sentence below the table: the source and known error of predictions.
+      plan: returns the best layout, or why there is none.
+      label: a sentence below the table, without its period.
 
-    Returns:
-      0; 1 if no slice has a layout that fits; 130 after Ctrl-C, which prints the slices so far.
-
-    Raises:
-      UserError: the configuration has a mistake with one of the slices.
+    Returns 0; 1 if no slice has a layout that fits; 130 after Ctrl-C.
     """
     given = args.price or [None]
     questions = [
@@ -157,7 +144,6 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
 
 
 def _cheapest(choices: Sequence[Choice]) -> list[str]:
-    """Returns a line about the cheapest slice if prices are known and it is not the first of `choices`; else []."""
     priced = [(one.dollars, one) for one in choices if one.dollars is not None]
     if not priced:
         return []

@@ -1,4 +1,4 @@
-"""Draws two bars of text for the winner of a plan: the parts of a chip's memory, and the parts of a step's time."""
+"""Draws two bars of text for the winner of a plan: a chip's memory, and a step's time."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,10 +16,7 @@ Parts = Sequence[tuple[str, float]]
 def lines(best: CandidateMetrics, hbm: Mapping[str, float]) -> list[str]:
     """Returns the bars of memory and time, each followed by its legend.
 
-    Args:
-      best: the winner.
-      hbm: estimated bytes per chip, by kind. If the winner was compiled, only the state is taken from `hbm`, and the
-        rest of the compiled peak is one part.
+    `hbm`: estimated bytes per chip, by kind.
     """
     compiled = best.compile_seconds is not None
     memory = [(name, hbm[name]) for name in _STATE] if compiled else list(hbm.items())
@@ -38,7 +35,7 @@ def lines(best: CandidateMetrics, hbm: Mapping[str, float]) -> list[str]:
 
 
 def _largest(parts: Parts) -> Parts:
-    """Returns the largest parts, at most one per mark; if some are left over, the last part is their sum."""
+    """Returns at most one part per mark; the last may be the sum of smaller ones."""
     ordered = sorted((part for part in parts if part[1] > 0), key=lambda part: -part[1])
     if len(ordered) <= len(_MARKS):
         return ordered
@@ -47,7 +44,6 @@ def _largest(parts: Parts) -> Parts:
 
 
 def _bar(parts: Parts, whole: float) -> str:
-    """Returns a bar of `_WIDTH` characters, which stand for `whole`: the parts, cut off at its end, then blanks."""
     ends, total = [], 0.0
     for _, size in parts:
         total += size

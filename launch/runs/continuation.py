@@ -1,7 +1,4 @@
-"""Decides from metadata whether a configuration can continue from a checkpoint.
-
-Both `launch/run check` and the start of a run call these functions.
-"""
+"""Decides from metadata whether a configuration can continue from a checkpoint."""
 
 import contextlib
 import math
@@ -28,17 +25,17 @@ _MOST_LINES = 20
 
 
 class Newest(NamedTuple):
-    """The newest checkpoint with intact metadata, from which a run continues unless its arrays are damaged."""
+    """The newest checkpoint with intact metadata."""
 
     step: int
     described: steps.Description
 
 
 def newest(run_dir: str) -> Newest | None:
-    """Returns a run's newest checkpoint with intact metadata; None if there is none. Not collective.
+    """Returns a run's newest checkpoint with intact metadata; None if there is none.
 
     Raises:
-      UserError: the checkpoints cannot be listed or read from here, so whether there is one is unknown.
+      UserError: the checkpoints cannot be read from here.
     """
     with _reading(run_dir):
         folder = paths.resolve(run_dir) / steps.FOLDER
@@ -67,17 +64,7 @@ def _reading(run_dir: str) -> Iterator[None]:
 
 
 def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
-    """Checks that a run does not start anew because earlier versions of Renga had another default run directory.
-
-    Args:
-      run_dir: the run directory.
-      experiment: the experiment file.
-      slice_name: name of the slice.
-
-    Raises:
-      UserError: `run_dir` is the default directory and has no checkpoints, but the former default directory
-        (`environment.former_run_directory`) has; or one of them cannot be read.
-    """
+    """Raises UserError if the run's checkpoints are in the default directory of an earlier version."""
     if paths.resolve(run_dir) != paths.resolve(environment.run_directory(experiment, slice_name)):
         return
     former = environment.former_run_directory(experiment)
@@ -91,23 +78,23 @@ def require_not_moved(run_dir: str, experiment: str, slice_name: str) -> None:
 
 
 def phase_after(spans: Sequence[Span], step: int) -> Span:
-    """Returns the phase that trains the step after `step`; the last one if all are done."""
+    """Returns the phase that trains step `step + 1`; the last one if none is left."""
     return next((span for span in spans if step < span.last_step), spans[-1])
 
 
 def phase_of(spans: Sequence[Span], step: int) -> Span:
-    """Returns the phase that trained `step` (at a boundary, the one that ended there); the last one for later steps."""
+    """Returns the phase that trained `step`; the last one for later steps."""
     return next((span for span in spans if step <= span.last_step), spans[-1])
 
 
 def order(span: Span) -> dict[str, Any]:
-    """Returns `settings(span)`, and as `vocabulary` the hash of the prepared vocabulary, or None if there is none."""
+    """Returns `settings(span)`, and as `vocabulary` the hash of the prepared vocabulary or None."""
     vocabulary = span.experiment.task.vocabulary
     return {**settings(span), "vocabulary": None if vocabulary is None else vocabulary.hash}
 
 
 def settings(span: Span) -> dict[str, Any]:
-    """Returns the settings on which positions in a phase's data depend, by name, and the number of the phase."""
+    """Returns the settings on which positions in a phase's data depend, by name."""
     experiment = span.experiment
     return {
         "SEED": experiment.seed,
@@ -122,9 +109,7 @@ def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_stat
     """Returns the reasons why a phase cannot continue from a checkpoint; [] if it can.
 
     Args:
-      found: the checkpoint.
-      now: metadata that the run would save (`prepared_run.metadata`).
-      span: the phase.
+      now: metadata that the run would save.
       abstract_state: shapes, dtypes and shardings of the state to restore.
     """
     data = data_problems(found.step, found.described.meta, now, span=span)
@@ -134,16 +119,13 @@ def problems(found: Newest, now: Mapping[str, Any], *, span: Span, abstract_stat
 
 
 def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *, span: Span) -> list[str]:
-    """Returns the reasons why a phase cannot continue in its data from where a checkpoint was saved; [] if it can.
+    """Returns the reasons why a phase cannot continue in the data of a checkpoint.
 
-    It is [] for a checkpoint of an earlier phase, because every phase begins with the start of its data.
+    [] for a checkpoint of an earlier phase: every phase begins with the start of its data.
 
     Args:
-      step: the step of the checkpoint.
-      then: metadata of the checkpoint. If ORDER is missing, as in those of earlier revisions, fewer settings are
-        compared.
+      then: metadata of the checkpoint.
       now: metadata that the run would save.
-      span: the phase.
     """
     if 0 < step <= span.first_step:
         return []
@@ -164,16 +146,10 @@ def _told(name: str, before: Any, after: Any) -> str:
 
 
 def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Program) -> None:
-    """Checks that the newest checkpoint, if any, fits by its metadata, and that another one fits on the disk.
+    """Raises UserError unless the newest checkpoint, if any, fits, and there is space for another.
 
     Args:
-      run_dir: the run directory.
       meta: metadata that the run would save.
-      span: the phase.
-      program: the program of the phase.
-
-    Raises:
-      UserError: lists the problems.
     """
     if found := newest(run_dir):
         refuse(found.step, problems(found, meta, span=span, abstract_state=program.abstract_state))
@@ -181,10 +157,7 @@ def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Prog
 
 
 def require_space(run_dir: str, experiment: Experiment, program: Program) -> None:
-    """Raises UserError unless one more checkpoint fits on the disk.
-
-    Frozen parameters are not counted if the run starts from other parameters, as checkpoints may leave them out.
-    """
+    """Raises UserError unless one more checkpoint fits on the disk."""
     num_bytes = sum(map(_bytes, jax.tree.leaves(program.abstract_state)))
     if experiment.initialization.init_from:
         specs = jax.tree.leaves(program.param_specs)
@@ -215,15 +188,12 @@ FIX = (
 
 
 def changes(then: Mapping[str, Any], config: Settings | str) -> list[Difference]:
-    """Returns the settings in which a configuration differs from the one in `then`, the metadata of a checkpoint.
-
-    It is [] if none differ, or the metadata have no configuration.
-    """
+    """Returns the settings that differ from `then`, a checkpoint's metadata; [] if it has no configuration."""
     return differences.between(then["config"], config) if "config" in then else []
 
 
 def described_changes(step: int, found: Sequence[Difference]) -> str:
-    """Formats settings that differ from the checkpoint of `step`: a heading, and a line for each of at most 20."""
+    """Formats settings that differ from the checkpoint of `step`, at most 20 of them."""
     what = units.counted(len(found), "setting differs", "settings differ")
     lines = units.shortened([str(one) for one in found], most=_MOST_LINES)
     return "\n  ".join([f"{what} from the checkpoint of step {step}:", *lines])
@@ -232,19 +202,14 @@ def described_changes(step: int, found: Sequence[Difference]) -> str:
 def has_ended(
     run_dir: str, config: Settings | str, spans: Sequence[Span], *, steps: int | None, is_elsewhere: bool = False
 ) -> bool:
-    """Returns whether nothing is left to train; if so, host 0 prints it. All hosts must call it.
+    """Returns whether nothing is left to train. All hosts must call it.
 
     Args:
-      run_dir: the run directory.
-      config: the configuration.
-      spans: the phases of the experiment.
-      steps: the value of --steps; None: the run ends at the last step of the experiment.
-      is_elsewhere: whether other machines will train. Checkpoints that this machine cannot read are then no error, and
-        the result is False.
+      steps: the value of --steps; None: the experiment's last step.
+      is_elsewhere: whether other machines will train; unreadable checkpoints are then no error.
 
     Raises:
-      UserError: nothing is left, but the run was trained with other settings (lists them); or the checkpoints cannot be
-        read.
+      UserError: nothing is left, but settings have changed; or the checkpoints cannot be read.
     """
 
     def decide() -> str:

@@ -1,7 +1,4 @@
-"""Prepares a run on this host: checks its layout, memory, run directory and data, and that all hosts agree.
-
-`prepare_run` does this before the run creates its state. Training and evaluation use the `Run` that it returns.
-"""
+"""Prepares a run on this host, and checks that all hosts agree."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -52,7 +49,7 @@ class Run:
 
     @property
     def origin(self) -> Origin:
-        """Returns the reader of frozen parameters that checkpoints leave out; it reads the run's original source."""
+        """The reader of frozen parameters that checkpoints leave out."""
 
         def open_source(left_out: LeftOut) -> ParameterSource:
             from launch.runs import warm_start
@@ -68,21 +65,18 @@ class Run:
 
     @property
     def meeting_seconds(self) -> float:
-        """How long hosts wait for one another: the limit for compilation, or a day if the watchdog only reports."""
+        """How many seconds hosts wait for one another."""
         health = self.experiment.health
         return _A_DAY_SECONDS if health.watchdog == "report" else health.compile_limit_seconds
 
     @property
     def statistics_step(self) -> StatisticsStep | None:
-        """The step that also computes statistics of the update, not yet compiled; None if the run logs none."""
+        """The step that also computes statistics of the update; None if the run logs none."""
         interval = self.experiment.logging.statistics_interval
         return StatisticsStep(self.program.statistics_step, interval) if interval else None
 
     def open_batches(self, position: Mapping[str, bytes] | None) -> prefetch.Prefetch:
-        """Returns an iterator of training batches on the devices, from a position in the data (None: the beginning).
-
-        Raises UserError if the task cannot open its data, or the position does not fit them.
-        """
+        """Returns an iterator of training batches on the devices; `position` None: from the beginning."""
         layout = self.program.partitioner.data_layout(self.experiment.batch_size)
         batches = self.experiment.task.train(layout, seed=self.span.seed)
         if position is not None:
@@ -92,17 +86,14 @@ class Run:
 
 
 def cache_folder(run_dir: str) -> str:
-    """Returns the folder of a run's compiled programs: JAX_COMPILATION_CACHE_DIR, or `compiled` in `run_dir`."""
+    """Returns the folder of a run's compiled programs."""
     return environment.read("JAX_COMPILATION_CACHE_DIR") or f"{run_dir}/compiled"
 
 
 def run_signature(config_text: str, revision: str, *, run_dir: str, last_step: int) -> str:
-    """Returns a text that describes a run; hosts whose texts differ get an error when they join.
+    """Returns a text that describes a run; it must be equal on all hosts.
 
     Args:
-      config_text: the configuration.
-      revision: the git revision.
-      run_dir: the run directory.
       last_step: the step at which to stop.
     """
     installed = versions.of_training()
@@ -122,17 +113,16 @@ def prepare_run(
     started: float | None = None,
     given: GivenParameters | None = None,
 ) -> Run:
-    """Binds an experiment to the devices of the joined hosts, prepares its data, and checks that everything fits.
+    """Prepares a run on the devices of the joined hosts. All hosts must call it.
 
     Args:
-      experiment: the experiment (if it has phases, its first one is prepared), or the phase to prepare.
-      config, revision, run_dir, host, started: as in `Run` and `run_signature`.
-      last_step: the step at which to stop; at most the last of the phase.
-      given: parameters from which a new run starts instead of INIT_FROM; None: there are none.
+      experiment: the phase to prepare, or an experiment, for its first phase.
+      last_step: the step at which to stop.
+      started: when this start began (`time.monotonic`); None: with the process.
+      given: parameters to start from instead of INIT_FROM; None: none.
 
     Raises:
-      UserError: the hosts differ, the run directory is not shared, data is missing or would be read more often than
-        `max_epochs`, or the layout, the host's memory or the parameters of INIT_FROM do not fit.
+      UserError: the hosts differ; or layout, memory, data or parameters do not fit.
       TimeoutError: another host did not prepare its data within DATA_SECONDS.
     """
     activity.at(activity.OPENING)
@@ -166,7 +156,7 @@ def prepare_run(
 
 
 def metadata(span: Span, *, config: Settings | str, revision: str) -> dict[str, Any]:
-    """Returns the metadata for every checkpoint of a phase, as JSON values; its task must be prepared."""
+    """Returns the metadata for a phase's checkpoints, as JSON values; its task must be prepared."""
     experiment = span.experiment
     return {
         "config": config if isinstance(config, str) else config.text,
@@ -180,7 +170,6 @@ def metadata(span: Span, *, config: Settings | str, revision: str) -> dict[str, 
 
 
 def _prepare_data(span: Span, run_dir: str, host: Host) -> None:
-    """Lets host 0 build or read the data, then the others read it; each waits for the others up to DATA_SECONDS."""
     if host.is_zero:
         span.experiment.task.prepare(run_dir, is_host_zero=True)
     else:

@@ -1,4 +1,4 @@
-"""Prints a run's summary at its start, progress lines, the causes of long waits, and the results at its end."""
+"""Prints a run's summary, progress lines, causes of long waits, and results."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def show_summary(
     """Prints a panel that describes the run.
 
     Args:
-      run: the run.
-      resumed_from: the step of the checkpoint from which the run resumes; None or 0: a fresh start.
+      resumed_from: the step of the checkpoint; None or 0: a fresh start.
       measured: further rows of the panel, by name.
       left_out: the arrays that checkpoints leave out; None: none.
     """
@@ -104,7 +103,7 @@ def show_summary(
 
 
 def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, str]:
-    """Returns rows of the summary by name, such as `slice`, `model`, and `state`, its size per chip."""
+    """Returns rows of the summary by name, such as `slice`, `model` and `state`."""
     slice_ = slices.get(experiment.slice)
     sizes = report.totals(program)
     parameters = sum(math.prod(row.shape) for row in report.rows(program) if row.path.startswith("params/"))
@@ -141,7 +140,6 @@ def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, s
 
 
 def _on_gpus(experiment: Experiment, program: Program) -> dict[str, str]:
-    """Returns the summary's rows for GPUs: the memory that JAX allocates, and the implementation of attention."""
     from launch.hosts import machine
 
     memory = machine.gpu_memory()
@@ -154,7 +152,7 @@ def _on_gpus(experiment: Experiment, program: Program) -> dict[str, str]:
 
 
 def _batch(experiment: Experiment) -> str:
-    """Returns `8 rows x 128 tokens = 1,024 tokens, with images [64, 64, 3]`, without tokens if rows have none."""
+    """Returns text such as `8 rows x 128 tokens = 1,024 tokens, with images [64, 64, 3]`."""
     spec, text = experiment.task.spec(experiment.batch_size), units.counted(experiment.batch_size, "row")
     if experiment.unit == "token":
         tokens = units.counted(experiment.tokens_per_step, "token")
@@ -166,13 +164,11 @@ def _batch(experiment: Experiment) -> str:
 
 
 def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, checksum: int | None) -> None:
-    """Prints the results, a sample of the model's text, and where the files are. All hosts call it; host 0 prints.
+    """Prints the results and a sample of the model's text. All hosts must call it.
 
     Args:
-      run: the run.
-      state: the final state.
       validation: the metrics of the last evaluation; empty if there was none.
-      checksum: the checksum of frozen parameters before training; None if none is frozen.
+      checksum: of frozen parameters before training; None if none is frozen.
 
     Raises:
       RuntimeError: frozen parameters have changed.
@@ -197,14 +193,13 @@ def show_end(run: Run, state: TrainState, validation: Mapping[str, float], *, ch
 
 
 def evaluated_on(experiment: Experiment) -> str:
-    """Describes the rows that evaluations score; "" if there are none, or the task does not describe them."""
+    """Describes the rows that evaluations score; "" if unknown or none."""
     if not experiment.evaluation.eval_batches or not can(experiment.task, DescribesEvaluation):
         return ""
     return experiment.task.evaluated_on(experiment.evaluation.eval_batches * experiment.batch_size)
 
 
 def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
-    """Formats the validation loss, or all means if the task describes its evaluation."""
     if not (evaluated := evaluated_on(experiment)):
         return f"validation loss {validation['validation/loss']:.4f} nats per {experiment.unit}"
     means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
@@ -216,7 +211,6 @@ def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
-    """Returns the model's continuation of the prompt; "" if there is none, or the model cannot generate text."""
     if not experiment.evaluation.prompt or not can(experiment.model, Generates):
         return ""
     vocabulary = experiment.task.vocabulary
@@ -234,13 +228,11 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
 
 
 class Progress:
-    """Prints progress lines such as this on host 0; other hosts print only the step at which they start.
+    """Prints progress lines such as this on host 0.
 
-    step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
+        step   100/200  loss 2.1034  1.21 s/step  3,385 tokens/s  ETA 2:01
 
     Args:
-      last_step: the step at which the run ends.
-      host: this host.
       unit: what throughput counts: "token" or "row".
     """
 
@@ -251,27 +243,21 @@ class Progress:
         self._has_reported = False
 
     def start(self, step: int) -> None:
-        """Prints the step at which this host starts or, on host 0, only a note if the run is already complete."""
+        """Host 0 prints a note if the run is already complete; others print where they start."""
         if not self._host.is_zero:
             print(f"{self._host.name}: from step {step} to {self._last_step}", flush=True)
         if step >= self._last_step:
             self.note(f"step {step} of {self._last_step} is already done: raise TOTAL_STEPS, or use another --run-dir")
 
     def compiled(self, totals: Totals) -> None:
-        """Prints how many programs were compiled, how many were found in the cache, and how long both took."""
+        """Prints the numbers of programs compiled and read from the cache, and the time."""
         self.note(
             f"compiled {units.counted(totals.programs - totals.found, 'program')} and read {totals.found} "
             f"from the cache, in {units.seconds(totals.seconds)}"
         )
 
     def line(self, step: int, values: Mapping[str, float], *, slowest: Slowest | None = None) -> None:
-        """Prints the metrics of an interval of steps, and the host that delayed the others, if any.
-
-        Args:
-          step: the last step of the interval.
-          values: the metrics that `core.training.hooks.Log` writes.
-          slowest: that host, and its delay in seconds per step; None: there is none.
-        """
+        """Prints the metrics of an interval of steps, and which host delayed the others, if any."""
         if step == self._last_step or not self._has_reported:  # the first report includes the compilation
             eta = ""
         else:
@@ -297,7 +283,7 @@ class Progress:
             print(text, flush=True)
 
     def validation(self, step: int, values: Mapping[str, float], *, scored: str = "") -> None:
-        """Prints the means of an evaluation and what it scored, without means per recursion step (`…_step_07`)."""
+        """Prints the means of an evaluation and what it scored."""
         shown, _ = curves_apart(values)
         means = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in shown.items())
         self.note(f"step {step:>6}/{self._last_step}  validation: {means}{f'  ({scored})' if scored else ''}")
@@ -306,12 +292,8 @@ class Progress:
 class Waiting:
     """Prints, from a thread, the cause and duration of long waits: `compiling the training step, 0:20`.
 
-    It reads the current activity from `core.hosts.activity`. If an activity has parts, lines show the current part and
-    the duration of the whole activity: `evaluating, batch 3 of 8, 0:20`.
-
     Args:
       say: prints a line; None: to standard output.
-      place: returns the current activity.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Makes a smoke run: a few steps of a small version of an experiment.
 
-Slice, mesh, strategy and optimizer are the same; the model, rows and the batch shrink to the smallest sizes that the
-mesh divides. A task may be replaced by a small one that needs no files. A smoke run shows that the configuration works,
-not that it trains well.
+Slice, mesh, strategy and optimizer are the same; the model, rows and the batch shrink to small sizes that the mesh
+divides.
 """
 
 import dataclasses
@@ -42,14 +41,10 @@ _MOST_PARAMETERS = 20_000_000  # models without `shrink` that are larger are not
 def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly: bool = False) -> Experiment:
     """Returns an experiment shrunk to the sizes of a smoke run.
 
-    Args:
-      experiment: the experiment to shrink.
-      beside: other experiments whose layouts must fit the same sizes, so that the runs can be compared.
-      partly: whether to keep the size of a model or task that cannot be made smaller, instead of raising an error.
+    `beside`: experiments whose layouts must fit the same sizes. `partly`: keep what cannot be made smaller.
 
     Raises:
-      UserError: the model cannot shrink (it has no `shrink(multiples)`), the task cannot, or the mesh does not fit the
-        slice.
+      UserError: the model or the task cannot shrink, or the mesh does not fit the slice.
     """
     model, shrinks = experiment.model, can(experiment.model, Shrinks)
     if not (shrinks or partly):
@@ -90,15 +85,10 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
 
 
 def require_divisible_rows(experiment: Experiment) -> str:
-    """Checks that a model's loss of a few rows is the same if the rows are divided into two microbatches.
+    """Checks that a model's loss is the same if rows are divided into two microbatches.
 
-    It compares nothing if no step divides its batch, by accumulation, a pipeline or `overlap_reduction`; if the model
-    declares `couples_rows`; if it has no `shrink` and more than 20 million parameters; or in a process without CPU
-    devices (JAX_PLATFORMS=tpu). The model is shrunk if it can be, and has random parameters and data. The loss is
-    computed on the CPU.
-
-    Returns:
-      A sentence that says what was compared, for a finding; "" if nothing was.
+    The model has random parameters and data, on the CPU. Nothing is compared, and "" returned, if no step divides its
+    batch, the model declares `couples_rows`, or it cannot be tried here.
 
     Raises:
       UserError: the losses differ.
@@ -132,7 +122,6 @@ def require_divisible_rows(experiment: Experiment) -> str:
 
 
 def _cpu() -> jax.Device | None:
-    """Returns the CPU device; None if JAX_PLATFORMS does not include the CPU."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # this is how JAX reports a backend that it does not have
@@ -140,13 +129,12 @@ def _cpu() -> jax.Device | None:
 
 
 def _says_what_it_couples(model: Model) -> bool:
-    """Returns whether the class that defines the loss, or one that inherits from it or wraps it, has `couples_rows`."""
+    """Returns whether the class that defines the loss, or one around it, has `couples_rows`."""
     losses = [name for name in ("loss", "sums") if hasattr(model, name)]
     return can(model, CouplesRows) and not any(wrappers.is_outside(model, name, "couples_rows") for name in losses)
 
 
 def _random_batch(task: Task, model: Model) -> dict[str, Any]:
-    """Returns a batch of `_ROWS` rows: random tokens for text; else drawn by a `SampledTask`, or random values."""
     spec = task.spec(_ROWS)
     if spec.keys() == BATCH_DTYPES.keys() and can(model, HasVocabulary):
         length = spec["inputs"].shape[1]
@@ -162,14 +150,7 @@ def _random_batch(task: Task, model: Model) -> dict[str, Any]:
 
 
 def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
-    """Returns an experiment's phases, shrunk to the sizes of a smoke run, each with STEPS steps.
-
-    All phases have the same small model. Different batch sizes stay different, in the same order; so do row lengths, if
-    the small task has a field `length`.
-
-    Raises:
-      UserError: the model or a task cannot shrink, or a mesh does not fit the slice.
-    """
+    """Returns an experiment's phases, shrunk to the sizes of a smoke run, each with STEPS steps."""
     spans = experiment.spans()
     if len(spans) == 1:
         return shrink(spans[0].experiment).spans()
@@ -190,23 +171,14 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
 
 
 def attempt(run_dir: str) -> str:
-    """Returns a new path in the smoke run's directory, so that no smoke run resumes another. Creates no folder.
-
-    All hosts must call it, and get the same path.
-    """
+    """Returns a new path in `run_dir`, equal on all hosts. All hosts must call it."""
     return f"{run_dir}/{distributed.from_host_zero(time.strftime('%Y%m%d-%H%M%S') + f'-{secrets.token_hex(2)}')}"
 
 
 def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir: str) -> None:
-    """Calls `rehearse` for each phase in order; each continues from the checkpoint of the previous one.
+    """Calls `rehearse` for each phase in order, in a new folder of `run_dir`.
 
-    Args:
-      spans: the phases, from `shrink_phases`.
-      prepare: `prepare(span, run_dir=…)` returns the run of a phase.
-      run_dir: the smoke run's directory, in which a new folder becomes the run directory of all phases.
-
-    Raises:
-      RuntimeError, UserError: as `rehearse`, or from `prepare`.
+    `prepare(span, run_dir=…)` returns the run of a phase.
     """
     folder = attempt(run_dir)
     for span in spans:
@@ -214,8 +186,6 @@ def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir:
 
 
 class _Losses(trainer.Hook):
-    """A hook that records the loss of every step."""
-
     def __init__(self):
         self.by_step: dict[int, float] = {}
 
@@ -224,13 +194,10 @@ class _Losses(trainer.Hook):
 
 
 def rehearse(run: Run) -> None:
-    """Trains a phase, then restores its middle checkpoint and repeats the second half, which must give the same losses.
-
-    A phase after the first begins with the checkpoint of the previous phase.
+    """Trains a phase, then restores its middle checkpoint and repeats the second half.
 
     Raises:
-      RuntimeError: the losses differ.
-      UserError: as `require_divisible_rows` or `Session.run`; further errors are those of `Session.run`.
+      RuntimeError: the losses of the repeated steps differ.
     """
     require_divisible_rows(run.experiment)
     first, again, span = _Losses(), _Losses(), run.span
@@ -272,14 +239,7 @@ def _microbatches(experiment: Experiment) -> int:
 
 
 def _small_task(task: Task, model: Model, *, streams: int, length: int, partly: bool) -> Task:
-    """Returns a small version of a task; the task itself if there is none and `partly`.
-
-    It is the task's `rehearsal()` if it has one; random tokens if the files of a task of text are not configured;
-    otherwise the task with short rows and few streams.
-
-    Raises:
-      UserError: the task has no small version, and not `partly`.
-    """
+    """Returns a small version of a task, or the task itself if there is none and `partly`."""
     if can(task, SplitsRows):
         return task.with_rows(_small_task(task.whole, model, streams=streams, length=2 * length, partly=partly), length)
     if can(task, Rehearses):

@@ -1,8 +1,4 @@
-"""Computes the metrics that a registered seqio task defines, for a run's model or a loaded one, on all hosts.
-
-Host 0 reads the examples and computes the metrics. All hosts predict and score the same examples, in the layout of the
-model.
-"""
+"""Computes the metrics that a registered seqio task defines: on host 0, from predictions of all hosts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,16 +17,10 @@ _FIX = "lower METRIC_EXAMPLES"
 
 
 class Answers:
-    """Computes a model's greedy continuations and log-likelihoods, with programs that are compiled once per shape."""
+    """Computes a model's greedy continuations and log-likelihoods."""
 
     def __init__(self, program: Program, params: Params, *, stop_ids: Sequence[int], num_ids: int | None):
-        """Prepares the programs.
-
-        Args:
-          program, params: the model and its parameters.
-          stop_ids: the ids that end a continuation.
-          num_ids: the size of the vocabulary; None: unknown.
-        """
+        """`stop_ids` end a continuation; `num_ids` is the size of the vocabulary, None if unknown."""
         self._generator, self._scorer = Generator(program, params), Scorer(program, params)
         self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
 
@@ -42,11 +32,10 @@ class Answers:
     def predict(self, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
         """Returns the ids of the greedy continuation of each prompt, at most `most` of them.
 
-        If the longest prompt and `most` ids exceed the model's positions by one, as the begin-of-text id makes them,
-        continuations have one id less.
+        The limit is `most - 1` if only that fits the model's positions.
 
         Raises:
-          UserError: they exceed the model's positions by more, or a prompt is empty or has ids that the model lacks.
+          UserError: a prompt is empty, does not fit, or has ids that the model lacks.
         """
         room, found = self._generator.max_positions, []
         if room is not None and max(map(len, prompts)) + most == room + 1 and most > 1:
@@ -66,17 +55,10 @@ class Answers:
 
 
 class TaskMetrics:
-    """Computes the metrics of a run's task at its evaluations. seqio runs in a separate process on host 0."""
+    """Computes the metrics of a run's task; seqio runs in a separate process on host 0."""
 
     def __init__(self, program: Program, own: OwnMetrics, *, stop_ids: Sequence[int], num_ids: int | None):
-        """Starts to read the examples in the background.
-
-        Args:
-          program: the run's program.
-          own: the metrics of the task, which host 0 computes.
-          stop_ids: the ids that end a continuation.
-          num_ids: the size of the vocabulary; None: unknown.
-        """
+        """Starts to read the examples in the background."""
         self._program, self._own = program, own
         self._ends: dict[str, Any] = {"stop_ids": stop_ids, "num_ids": num_ids}
         self._processes = seqio_pipeline.Processes()
@@ -84,14 +66,14 @@ class TaskMetrics:
         self._asked: Any = self._processes.submit(0, own.questions) if distributed.is_host_zero() else None
 
     def ready(self) -> None:
-        """Waits for the examples. Raises UserError on every host if they, or the metrics, cannot be read."""
+        """Waits for the examples. Raises UserError on every host if they cannot be read."""
         activity.at(activity.EVALUATING, part="examples of the task's metrics")
         self._questions = distributed.decided_by_host_zero(
             lambda: seqio_pipeline.answer(self._asked, fix=_FIX), timeout_seconds=WAIT_SECONDS
         )
 
     def values(self, state: TrainState) -> dict[str, float]:
-        """Returns the metrics by name, `TASK/METRIC`. Raises UserError on every host if a metric fails."""
+        """Returns the metrics by name, `TASK/METRIC`. All hosts must call it."""
         params = self._program.optimizer.evaluated(state.params, state.opt_state)
         if self._answers is None:
             self._answers = Answers(self._program, params, **self._ends)

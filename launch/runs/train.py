@@ -34,14 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Joins the other hosts and trains; if the run fails, notes the cause for the process that started this one.
-
-    Returns 0 at the end of the run, or the exit code of a preemption, an interruption or a lost run directory. Other
-    failures are raised as errors.
-
-    Raises UserError for --check with --steps, a mistake in the configuration, hosts that differ, or a layout, data,
-    memory, checkpoint or run directory that does not fit.
-    """
+    """Joins the other hosts and trains; returns the exit code."""
     if args.check and args.steps:
         raise UserError("--check and --steps exclude each other: a smoke run has 20 steps")
     noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -60,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
-    """Loads the configuration, joins the hosts, prepares the run and trains, in this order."""
     config = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice)
     run_dir = args.run_dir or environment.run_directory(args.experiment, config.slice, level=args.check)
     published_files.use_copies(run_dir)
@@ -122,13 +114,11 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
 
 def _host_name() -> str:
-    """Returns `host 0 of 4`; "" in a process that is alone or has not joined the others yet."""
     count = distributed.process_count()
     return f"host {distributed.process_index()} of {count}" if count > 1 else ""
 
 
 def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experiment) -> str:
-    """Returns the folder of --tune in the run directory. Raises UserError if it cannot be used (`tuning.refuse`)."""
     from launch.runs import tuning
 
     others = [f"--{name}" for name in ("check", "steps") if getattr(args, name)]
@@ -137,7 +127,6 @@ def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experi
 
 
 def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:
-    """Copies the newest checkpoint back from the checkpoint mirror, if there is one, unless this machine has it."""
     if not experiment.checkpointing.checkpoint_mirror:
         return
     from core.checkpoints import copying
@@ -155,22 +144,14 @@ def run_phases(
     last_step: int,
     lock: RunLock | None,
 ) -> dict[str, float]:
-    """Trains the remaining phases up to a step; returns the last validation means, such as `validation/loss`.
-
-    Returns {} if the run has no evaluations, or if a later phase than that of `last_step` has begun. If no step of the
-    phase is left, its newest checkpoint is evaluated once.
+    """Trains the remaining phases up to a step; returns the last validation means, {} if there are none.
 
     Args:
-      spans: the phases, with their first and last steps.
-      prepare: prepares the run of a phase.
-      run_dir: the run directory.
       last_step: the step at which to stop.
-      lock: the lock of the run directory, on the host that holds it; None on others.
+      lock: the lock of the run directory; None on hosts without it.
 
     Raises:
-      UserError: a phase cannot be prepared, or cannot continue from the checkpoint.
       PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
-      NonFiniteLossError, RuntimeError, TimeoutError: as `Session.run`.
     """
     validation: dict[str, float] = {}
     while (span := _next(spans, run_dir)).first_step < last_step:
@@ -183,7 +164,7 @@ def run_phases(
 
 
 def _next(spans: Sequence[Span], run_dir: str) -> Span:
-    """Returns the phase that trains the step after the newest checkpoint; the last one if all are done."""
+    """Returns the phase that trains after the newest checkpoint. All hosts must call it."""
     folder = paths.resolve(run_dir) / steps.FOLDER
     done = distributed.decided_by_host_zero(lambda: max(steps.complete(folder), default=0))
     return continuation.phase_after(spans, done)

@@ -1,11 +1,7 @@
 """Measures settings that change a step's speed, and its results only by rounding; writes the fastest as gin.
 
-Settings are tried one after another. Every candidate, a choice of their values, is compiled, and trains a few steps
-from the same state with the same batch. The fastest is kept while later settings are tried. The unchanged experiment is
-measured first. If a candidate is faster, both are measured again at the end, and its last time must be less than both
-times of the unchanged experiment. Candidates are left out if they do not compile, do not fit on some host, or change
-the losses. If a single host fails while steps run, the command ends. Parameters are always initialized from the seed,
-because their values do not matter for speed. The result is written to RUN/tune.
+Settings are tried one after another; the fastest candidate, a choice of their values, is kept while later settings are
+tried. Every candidate trains a few steps from the same state with the same batch.
 """
 
 import dataclasses
@@ -47,13 +43,7 @@ _T = TypeVar("_T")
 
 
 class Candidate(NamedTuple):
-    """A choice of values for settings.
-
-    Attributes:
-      name: the name in the printed table.
-      tiles: fields of `models.decoder.attention.splash_tiles.Tiles` to set; empty: none.
-      options: compiler options to set; empty: none.
-    """
+    """A choice of values: fields of `splash_tiles.Tiles`, and compiler options."""
 
     name: str = AS_IT_IS
     tiles: Mapping[str, Any] = MappingProxyType({})
@@ -92,11 +82,9 @@ Levers = Sequence[Sequence[Candidate]]
 
 
 def levers(generation: str, *, has_tiles: bool) -> Levers:
-    """Returns the candidates of each setting for a chip generation.
+    """Returns the candidates of each setting; [] if `generation` is not one of TPUs.
 
-    Args:
-      generation: such as "v4"; the result is [] if it is not a generation of TPUs.
-      has_tiles: whether the model's attention has tiles that can be set.
+    `has_tiles`: whether the model's attention has tiles that can be set.
     """
     if generation not in slices.CHIPS:
         return []
@@ -111,10 +99,7 @@ def levers(generation: str, *, has_tiles: bool) -> Levers:
 
 
 def refuse(*, generation: str, others: Sequence[str] = ()) -> None:
-    """Raises UserError if there are no settings to try on chips of `generation`, or `others` is not empty.
-
-    `others` are the given flags that exclude --tune.
-    """
+    """Raises UserError if nothing can be tried on `generation`, or other flags exclude --tune."""
     if others:
         raise UserError(f"--tune and {' and '.join(others)} exclude each other: give one of them")
     if not levers(generation, has_tiles=True):
@@ -122,13 +107,12 @@ def refuse(*, generation: str, others: Sequence[str] = ()) -> None:
 
 
 def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
-    """Measures all candidates, each for `steps` timed steps, prints a table, and writes tuned.gin on host 0.
+    """Measures all candidates, prints a table, and writes tuned.gin on host 0.
 
-    Returns:
-      The choice. If nothing is faster, its name is `AS_IT_IS`, no file is written, and an earlier one is deleted.
+    Each trains `steps` timed steps. If nothing is faster, the choice is named `AS_IT_IS`, and an earlier file is
+    deleted.
 
     Raises:
-      UserError: the experiment does not run unchanged.
       PreemptedError: a host received SIGTERM.
     """
     write = changes.Changes(config, run.experiment.model)
@@ -143,13 +127,10 @@ def tune(run: Run, config: LoadedConfig, *, steps: int = _STEPS) -> Candidate:
 
 
 def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple[Candidate, float]:
-    """Tries the settings one by one; returns the choice, and its time divided by that of the unchanged experiment.
+    """Tries the settings one by one; returns the choice and its time relative to the unchanged experiment.
 
-    A choice saves more than LEAST_GAIN of the time; if none does, returns the unchanged experiment and 1.
-
-    Args:
-      found: the candidates of each setting.
-      measure: returns a candidate's seconds per step, or None if it cannot be used.
+    If none saves more than LEAST_GAIN, that is the unchanged experiment, and 1. `measure` returns seconds per step;
+    None: a candidate cannot be used.
 
     Raises:
       UserError: the unchanged experiment does not run.
@@ -172,8 +153,6 @@ def search(found: Levers, measure: Callable[[Candidate], float | None]) -> tuple
 
 
 class _Trials:
-    """Compiles and times candidates, each from the initial state and with the same batch."""
-
     def __init__(self, run: Run, batch: Batch, *, steps: int):
         self._run, self._batch, self._steps = run, batch, steps
         self._losses: np.ndarray | None = None  # [_WARM_UP], of the unchanged experiment's first steps
@@ -181,7 +160,7 @@ class _Trials:
         self._agreements, self._numbers = itertools.count(), itertools.count(1)
 
     def measure(self, candidate: Candidate) -> float | None:
-        """Prints and returns host 0's seconds per step, or prints a problem and returns None; equal on all hosts."""
+        """Returns host 0's seconds per step, or None after a problem; equal on all hosts."""
         with activity.enter(activity.COMPILING):
             compiled, problem = self._attempt(lambda: self._ready(candidate))
         seconds = None
@@ -196,10 +175,7 @@ class _Trials:
         return seconds
 
     def _attempt(self, work: Callable[[], _T]) -> tuple[_T | None, str]:
-        """Returns the result of `work`, or None if it failed on any host, and the problem ("" if there is none).
-
-        A preemption or a timeout is raised.
-        """
+        """Returns the result of `work`, or None if it failed on any host, and the problem."""
         found, problem = None, ""
         try:
             found = work()
@@ -222,12 +198,6 @@ class _Trials:
         return lowered.compile()
 
     def _timed(self, step: Any) -> float:
-        """Returns the median seconds per step.
-
-        Raises:
-          UserError: the losses differ from those of the unchanged experiment.
-          PreemptedError: a host received SIGTERM.
-        """
         state = jax.block_until_ready(self._run.program.init())
         seconds, losses = [], []
         for _ in range(_WARM_UP + self._steps):
@@ -243,7 +213,6 @@ class _Trials:
         return statistics.median(seconds[_WARM_UP:])
 
     def _require_same(self, losses: np.ndarray) -> None:
-        """Raises UserError unless the first steps' losses [_WARM_UP] are those measured first, within `_TOLERANCE`."""
         if self._losses is None:
             self._losses = losses
         elif not np.allclose(losses, self._losses, rtol=_TOLERANCE, atol=0.0, equal_nan=True):
@@ -259,7 +228,6 @@ def line(candidate: Candidate, seconds: float) -> str:
 
 
 def _report(run: Run, chosen: Candidate, ratio: float, write: changes.Changes) -> None:
-    """Writes the gin file or deletes an earlier one, and prints how to use it."""
     path = paths.resolve(run.run_dir) / FILE
     if chosen.name == AS_IT_IS:
         path.unlink(missing_ok=True)

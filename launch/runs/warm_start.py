@@ -1,4 +1,4 @@
-"""Finds and reads the parameters of INIT_FROM: those that a new run starts from, and frozen ones not in checkpoints."""
+"""Finds and reads the parameters of INIT_FROM, and frozen ones that are not in checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,11 +26,10 @@ class Initial(NamedTuple):
     """The source of the parameters that a run starts from, checked against its model.
 
     Attributes:
-      source: where they are: a step of a run, a published model's folder, or memory.
-      notes: text for the user, such as differences in model settings, how layers are mapped, and what was not checked;
-        "" if there is nothing to say.
-      left_out: frozen parameters of a published model, which checkpoints leave out; None: there are none.
-      layers: maps layers of the source to layers of the model (INIT_LAYERS).
+      source: a step of a run, a published model's folder, or memory.
+      notes: text for the user; "" if there is nothing to say.
+      left_out: frozen parameters that checkpoints leave out; None: there are none.
+      layers: maps layers of the source to layers of the model.
     """
 
     source: warm_start.ParameterSource
@@ -48,18 +47,14 @@ def find(
 ) -> Initial | None:
     """Finds the source of the parameters that INIT_FROM names, and checks that they fit.
 
-    Returns None if the run starts from its seed. Reads metadata and headers, but no array. If INIT_FROM is a run
-    without a step, host 0 chooses its newest one.
+    Returns None if the run starts from its seed. Reads no array. All hosts must call it.
 
     Args:
-      experiment: the experiment.
-      program: its program.
-      given: parameters in memory, used instead of those that INIT_FROM names; None: there are none.
-      is_visible: given the folder of frozen parameters that a checkpoint leaves out, returns whether it can be read
-        here. If not, these parameters are not checked.
+      given: parameters in memory, used instead; None: there are none.
+      is_visible: returns whether a folder with frozen parameters can be read here.
 
     Raises:
-      UserError: there is no such run, step or folder, or the parameters do not fit the model.
+      UserError: there is no such source, or the parameters do not fit the model.
     """
     chosen = experiment.initialization
     if given is None and not chosen.init_from:
@@ -80,7 +75,6 @@ def find(
 
 
 def _named(experiment: Experiment) -> warm_start.ParameterSource:
-    """Returns the source that INIT_FROM names."""
     source = distributed.decided_by_host_zero(lambda: _pinned(experiment.initialization.init_from))
     found = _opened(experiment.model, source)
     if isinstance(found, warm_start.SavedParameters):
@@ -89,21 +83,14 @@ def _named(experiment: Experiment) -> warm_start.ParameterSource:
 
 
 def source_again(experiment: Experiment, left_out: steps.LeftOut) -> warm_start.ParameterSource:
-    """Opens the source of the parameters that a checkpoint leaves out, at `place_again`.
-
-    Raises:
-      UserError: it cannot be opened.
-    """
+    """Opens the source of the parameters that a checkpoint leaves out, or raises UserError."""
     return _source_of(left_out, experiment.model, place_again(experiment, left_out), "the checkpoint")
 
 
 def find_again(experiment: Experiment, program: Program, described: steps.Description) -> warm_start.ParameterSource:
-    """Opens the source of the parameters that a checkpoint leaves out, and checks that it has them.
+    """Opens the source of the parameters that a checkpoint leaves out, and checks them.
 
-    Reads headers, but no array. `described.left_out` must not be None.
-
-    Raises:
-      UserError: it cannot be opened, or lacks some of them.
+    Reads no array. Raises UserError if it cannot be opened, or lacks some of them.
     """
     assert described.left_out is not None
     source = source_again(experiment, described.left_out)
@@ -115,8 +102,7 @@ def find_again(experiment: Experiment, program: Program, described: steps.Descri
 def place_again(experiment: Experiment, left_out: steps.LeftOut) -> str:
     """Returns where the parameters that a checkpoint leaves out are: a folder or a run.
 
-    This is INIT_FROM if it is set and differs from the INIT_FROM of the checkpoint, otherwise the place where the run
-    read them.
+    A changed INIT_FROM replaces the place where the run read them.
     """
     is_named = experiment.initialization.init_from not in ("", left_out.init_from)
     return experiment.initialization.init_from if is_named else left_out.source
@@ -138,10 +124,7 @@ def _renamed(found: warm_start.ParameterSource, renames: Mapping[str, str]) -> w
 
 
 def _pinned(text: str) -> str:
-    """Returns RUN@STEP, with the newest step, for a run without a step; otherwise the text itself.
-
-    Raises UserError if there is no such run or published model.
-    """
+    """Returns RUN@STEP, with the newest step, for a run without a step; otherwise the text itself."""
     if published_files.is_published(text):
         return text
     if not steps.has_folder(text):
@@ -163,17 +146,13 @@ def _opened(model: Model, text: str) -> warm_start.ParameterSource:
 
 
 def _trust(experiment: Experiment) -> Trust:
-    """Returns what the configuration of another run may name, which includes the modules of this experiment's parts."""
+    """Another run's configuration may also name the modules of this experiment's own classes."""
     parts = (experiment.model, experiment.task, experiment.optimizer, experiment.strategy)
     modules = {type(part).__module__ for part in parts}
     return Trust([module for module in modules if not module.startswith(PUBLIC_PACKAGES)])
 
 
 def _notes(saved: warm_start.SavedParameters, experiment: Experiment) -> tuple[str, ...]:
-    """Returns lines about a saved run: settings in which its model differs, and averaged parameters.
-
-    If its model cannot be built, one line says so.
-    """
     where = saved.describe()
     if "config" not in saved.meta:
         return (f"{where} does not record its configuration, so the settings of its model were not compared",)
@@ -204,13 +183,8 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
     """Returns the state before the first step.
 
     Args:
-      experiment: its `init_patterns` select the parameters to read; its model may name some that the source can lack.
-      program: initializes the other parameters and the optimizer.
       initial: the result of `find`; None: all parameters are initialized.
       is_host_zero: whether to show the progress of reading.
-
-    Raises:
-      UserError: the source was removed meanwhile, or its parameters are missing or differ from what was saved.
     """
     if initial is None:
         return program.init()
@@ -232,12 +206,7 @@ def first_state(experiment: Experiment, program: Program, initial: Initial | Non
 def _left_out(
     experiment: Experiment, read: Specs, found: warm_start.ParameterSource, layers: layer_map.LayerMap
 ) -> steps.LeftOut | None:
-    """Returns the frozen parameters that are read from a published folder, except layers that INIT_LAYERS maps.
-
-    Returns None if there are none.
-
-    Frozen parameters from another run or from memory are saved in checkpoints, because their source may disappear.
-    """
+    """Frozen parameters from another run or from memory are saved in checkpoints: their source may disappear."""
     if isinstance(found, warm_start.SavedParameters | warm_start.GivenParameters):
         return None
     names = zip(reading.by_name({"params": read}).items(), parameters.names(read), strict=True)

@@ -1,16 +1,9 @@
 """Measures how far two layouts of one training run differ.
 
-A strategy may change speed, memory, and the order in which sums are computed, but nothing else. A few steps of the same
-model on the same batches are run under each layout. The comparison covers the loss and the metrics of every step, the
-gradients of the first batch, and the parameters, the optimizer state and the carry after the last step.
-
-Differences are given in absolute terms and in units of the float32 spacing at the largest entry of their leaf ("ulp").
-Whatever the scale of the leaf, rounding gives a few ulp, and a wrong sum usually thousands or more.
-
-Some leaves contain only rounding errors. Attention does not depend on the bias of its keys, so the gradient of that
-bias is a sum that cancels to zero; and a bias that starts at zero is as small as its first updates. Their rounding
-errors are in proportion to the terms of the sums, not to the results. So the size of a leaf has a lower bound
-(`FLOORS`): a fraction of the norm of all leaves of its kind.
+A few steps of the same model on the same batches are run under each layout. Differences are also given in units of the
+float32 spacing at the largest entry of their leaf ("ulp"): rounding in float32 gives a few ulp, and a wrong sum usually
+thousands or more. Some leaves contain only rounding errors, so the size of a leaf has a lower bound (`FLOORS`): a
+fraction of the norm of all leaves of its kind.
 """
 
 import dataclasses
@@ -37,7 +30,7 @@ FieldAxes = Mapping[str, tuple[str | None, ...]]  # logical axes of the fields o
 
 
 class Example(NamedTuple):
-    """A strategy with its degrees, and the name of a slice with a matching number of chips."""
+    """A strategy, and the name of a slice that it fits."""
 
     slice: str
     strategy: Strategy
@@ -113,14 +106,12 @@ class Trajectory(NamedTuple):
 
     Attributes:
       fresh: parameters before the first step.
-      gradients: gradients of the first step, by parameter, as passed to the optimizer.
+      gradients: gradients of the first step, as passed to the optimizer.
       losses: loss of each step, [steps].
-      params, opt_state: parameters and optimizer state after the last step.
-      metrics: the step's other metrics by name: gradient_norm, learning_rate, weight, and those of the model; [steps]
-        each.
-      carry: the carry after the last step (what the model passes from step to step), as `{"carry": …}`.
-      is_whole: for each metric, whether it is a mean (`WeightedSum`) whose sum was a whole number at every step, as
-        those of counts are.
+      params, opt_state: after the last step.
+      metrics: the step's other metrics by name; [steps] each.
+      carry: the carry after the last step, as `{"carry": …}`.
+      is_whole: for each metric, whether it is a mean (`WeightedSum`) of whole sums, as of counts.
     """
 
     fresh: Any
@@ -136,11 +127,9 @@ class Trajectory(NamedTuple):
 class Difference(NamedTuple):
     """The largest differences between two trees; each number is the largest over all leaves.
 
-    The size of a leaf is its largest absolute entry in the second tree, or its floor if that is larger. All numbers are
-    infinite if a leaf has another shape in the second tree, or an entry that is not finite in either.
+    The size of a leaf is its largest absolute entry in the second tree, or its floor if that is larger.
 
     Attributes:
-      absolute: absolute difference.
       ulp: absolute difference divided by the float32 spacing at the leaf's size.
       where: the leaf with the largest `ulp`.
       relative: absolute difference divided by the leaf's size.
@@ -153,12 +142,7 @@ class Difference(NamedTuple):
 
 
 class RecordedGradients(NamedTuple):
-    """Optimizer state with the gradients of the last update.
-
-    Attributes:
-      inner: state of the optimizer itself.
-      gradients: the gradients, in a tree like that of the parameters; zeros before the first update.
-    """
+    """Optimizer state with the gradients of the last update, zeros before the first."""
 
     inner: Any
     gradients: Any
@@ -184,11 +168,9 @@ def record_gradients(optimizer: Optimizer) -> Optimizer:
 
 
 def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
-    """Trains on the batches from a fresh state.
+    """Trains on the batches from a fresh state. All hosts must call it.
 
-    Args:
-      program: bound to devices that exist.
-      batches: this host's rows of every global batch, in the order of `data_layout(...).rows`; at least one batch.
+    `batches`: this host's rows of each global batch, in the order of `data_layout(...).rows`; at least one batch.
     """
     program = dataclasses.replace(program, optimizer=record_gradients(program.optimizer))
     state = program.init()
@@ -209,7 +191,6 @@ def run(program: Program, batches: Iterable[Batch]) -> Trajectory:
 
 
 def _mean(value: Any) -> float:
-    """Returns a metric as a number; 0 for a mean with weight 0."""
     if not isinstance(value, WeightedSum):
         return float(value)
     return float(value.total / value.weight) if value.weight else 0.0
@@ -220,10 +201,9 @@ def _has_whole_sum(value: Any) -> bool:
 
 
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
-    """Returns the first `steps` training batches of a prepared task, with all rows, on every host.
+    """Returns the first `steps` global training batches of a prepared task.
 
-    Raises:
-      UserError: the task's batches end before `steps`.
+    All hosts must call it, and get all rows.
     """
     stream = task.train(program.partitioner.data_layout(batch_size(program.spec)), seed=program.seed)
     batches = []
@@ -238,7 +218,7 @@ def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
 
 
 def gather_to_hosts(program: Program, tree: Any) -> Any:
-    """Returns the tree as numpy arrays, complete on every host."""
+    """Returns the tree as numpy arrays, complete on every host. All hosts must call it."""
     if all(a.is_fully_addressable for a in jax.tree.leaves(tree)):
         return jax.device_get(tree)
     replicated = jax.sharding.NamedSharding(program.partitioner.mesh, jax.sharding.PartitionSpec())
@@ -247,11 +227,9 @@ def gather_to_hosts(program: Program, tree: Any) -> Any:
 
 
 def difference(ours: Any, theirs: Any, *, floors: Iterable[float] = ()) -> Difference:
-    """Compares two trees of one structure.
+    """Compares two trees of one structure; `theirs` is the second tree of `Difference`.
 
-    Args:
-      ours, theirs: trees of arrays; `theirs` is the second tree of `Difference`.
-      floors: lower bounds of the sizes of leaves (`Difference`), one for each leaf in order; empty: none.
+    `floors`: lower bounds of the sizes of leaves, in order; empty: none.
     """
     pairs = list(zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True))
     sizes = list(floors) or [0.0] * len(pairs)
@@ -277,10 +255,7 @@ def _apart(ours: Any, theirs: Any, floor: float) -> tuple[float, float, float]:
 
 
 def _floors(tree: Any, share: float) -> list[float]:
-    """Returns for each leaf `share` of the norm of all leaves of its kind.
-
-    Leaves are of one kind if their paths differ only in keys of dicts, as those of all first moments.
-    """
+    """Returns `share` of the norm of each leaf's kind: leaves whose paths differ only in keys of dicts."""
     squares: dict[tuple, float] = {}
     kinds = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -292,7 +267,7 @@ def _floors(tree: Any, share: float) -> list[float]:
 
 
 def tolerance(strategy: str) -> dict[str, float]:
-    """Returns the allowed ulp by part of a trajectory (`limits`), for a strategy by its name in `MEASURED`.
+    """Returns the allowed ulp by part of a trajectory, for a strategy in `MEASURED`.
 
     For other names, the largest numbers of `MEASURED` are used.
     """
@@ -300,11 +275,9 @@ def tolerance(strategy: str) -> dict[str, float]:
 
 
 def limits(measured: Iterable[float]) -> dict[str, float]:
-    """Returns the allowed difference in ulp by part of a trajectory, with the parts of `compare`.
+    """Returns the allowed difference in ulp by part of a trajectory.
 
-    Args:
-      measured: measured differences of gradients, losses, parameters and optimizer state; HEADROOM times as much is
-        allowed. Metrics and carry are allowed the largest of these; `fresh` may not differ, and `counts` have no limit.
+    `measured`: differences of gradients, losses, parameters and optimizer state; HEADROOM times as much is allowed.
     """
     allowed = [HEADROOM * ulp for ulp in measured]
     others = {"fresh": 0.0, "metrics": max(allowed), "carry": max(allowed), "counts": np.inf}
@@ -320,9 +293,7 @@ def exceeding(strategy: str, apart: Mapping[str, Difference]) -> dict[str, Diffe
 def compare(ours: Trajectory, theirs: Trajectory) -> dict[str, Difference]:
     """Returns the differences of two trajectories, by name of the part.
 
-    The parts are `fresh`, `gradients`, `losses`, `params`, `opt_state`, `metrics`, `carry` and `counts`. Metrics with
-    whole sums in `theirs`, and integers of the carry, are in `counts` alone. Rounding can change a count by one or more
-    (the likeliest token, the expert that is chosen), so no tolerance fits them.
+    Metrics with whole sums in `theirs`, and integers of the carry, are in `counts`: rounding can change them by one.
     """
     changed = jax.tree.map(np.subtract, theirs.params, theirs.fresh)
     measured_by = {"gradients": theirs.gradients, "params": changed, "opt_state": theirs.opt_state}
@@ -344,7 +315,7 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _leaves_that(tree: Any, counts: Any, *, are: bool) -> Any:
-    """Returns the leaves that are counts, or those that are not; the others are None, which has no leaves."""
+    """Returns the leaves that are counts, or those that are not; the others are None."""
     return jax.tree.map(lambda leaf, is_count: leaf if bool(is_count) == are else None, tree, counts)
 
 
@@ -358,19 +329,12 @@ def bind(
     seed: int = 7,
     **options: Any,
 ) -> Program:
-    """Returns the model under a strategy, on `jax.devices()`: CPU devices that simulate the example's slice.
+    """Returns the model under a strategy, on `jax.devices()`.
 
     Args:
-      model: the model.
-      optimizer: the optimizer.
-      example: the strategy and its slice.
       batch: gives the shapes and dtypes of the fields.
-      axes: logical axes of the fields; None: `batch` and `length`, for fields of at most two dimensions.
-      seed: seed of parameters and random bits.
+      axes: logical axes of the fields; None: `batch` and `length`.
       **options: further arguments of `Partitioner.program`.
-
-    Raises:
-      UserError: as `Partitioner` and `Partitioner.program`.
     """
     named = axes or {name: ("batch", "length")[: array.ndim] for name, array in batch.items()}
     spec = {name: Field(array.shape, array.dtype, named[name]) for name, array in batch.items()}
@@ -382,11 +346,9 @@ class Subject(NamedTuple):
     """A model and how it is trained.
 
     Attributes:
-      model, optimizer: what is trained, and how.
       axes: logical axes of the fields of a batch; None: `batch` and `length`.
-      seed: seed of the parameters and of random bits.
-      options: options of the program under a strategy, such as accum_steps; one device trains without them.
-      frozen: arguments of `Partitioner.program` that freeze parameters, also on one device.
+      options: arguments of `Partitioner.program` under a strategy, such as accum_steps.
+      frozen: arguments of `Partitioner.program` that freeze parameters.
     """
 
     model: Any
@@ -397,10 +359,7 @@ class Subject(NamedTuple):
     frozen: Mapping[str, Any] = {}
 
     def under(self, example: Example, batch: Batch, *, dtype: str = "") -> Program:
-        """Returns the program under a strategy, with the model as `computing_in(model, dtype)`.
-
-        Raises UserError as `bind`.
-        """
+        """Returns the program under a strategy, with the model as `computing_in(model, dtype)`."""
         model, options = computing_in(self.model, dtype), {**self.options, **self.frozen}
         return bind(model, self.optimizer, example, batch, axes=self.axes, seed=self.seed, **options)
 
@@ -413,16 +372,13 @@ Apart = Mapping[str, Difference]  # by part of the trajectory
 
 
 class StrategyRow(NamedTuple):
-    """The differences between training under one strategy and on one device, with one process and with several.
+    """The differences between training under one strategy and on one device.
 
     Attributes:
-      name: name of the example, as in `EXAMPLES`.
-      slice: name of its slice.
-      float32, bfloat16: differences in one process, by the dtype that the model computes in; bfloat16 is None if it was
-        not compared.
-      played: differences in float32 with several processes, by the number of processes; {} from `measure`.
-      refused: why the strategy does not fit the model, so that there are no differences; "" if it fits.
-      mesh: the degrees as text; "" if the strategy does not fit.
+      float32, bfloat16: differences if the model computes in this dtype; None: not compared.
+      played: differences in float32 with several processes, by their number.
+      refused: why the strategy does not fit the model; "" if it fits.
+      mesh: the degrees as text.
     """
 
     name: str
@@ -435,7 +391,7 @@ class StrategyRow(NamedTuple):
 
     @property
     def beyond(self) -> list[str]:
-        """Describes the parts that differ in float32 by more than the strategy's tolerance; each by its worst leaf."""
+        """Describes the parts that differ in float32 by more than the strategy's tolerance."""
         every = {self.slice: self.float32, **{f"{n} processes": apart for n, apart in self.played.items()}}
         limits = tolerance(self.name)
         return [
@@ -451,10 +407,8 @@ def measure(
     """Compares every example with one device, on the CPU devices of this process.
 
     Args:
-      subject: the model and its training options.
-      examples: strategies with their slices, by name.
       data: the global batch of every step.
-      bfloat16: whether to compare in bfloat16 too, with one device in bfloat16, if the model has a field `dtype`.
+      bfloat16: whether to compare in bfloat16 too, if the model has a `dtype`.
     """
     dtypes = ("float32", "bfloat16") if bfloat16 and _has_dtype(subject.model) else ("float32",)
     refused = {name: _refusal(subject, example, data[0]) for name, example in examples.items()}
@@ -473,7 +427,6 @@ def measure(
 
 
 def _refusal(subject: Subject, example: Example, batch: Batch) -> str:
-    """Returns why the strategy does not fit the model; "" if it fits."""
     try:
         subject.under(example, batch)
     except UserError as error:
@@ -486,5 +439,5 @@ def _has_dtype(model: Any) -> bool:
 
 
 def computing_in(model: Any, dtype: str) -> Any:
-    """Returns a copy of the model that computes in `dtype`; the model itself if `dtype` is "" or there is no field."""
+    """Returns the model, computing in `dtype` if that is not "" and it has the field."""
     return wrappers.with_field(model, "dtype", dtype) if dtype and _has_dtype(model) else model

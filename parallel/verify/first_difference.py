@@ -1,10 +1,7 @@
 """Finds where two runs of one experiment diverge: the first step, place and tensor that differ.
 
-Two recordings (`recording`) are compared in causal order. The first difference that rounding does not explain
-is the one to investigate, because all later ones may follow from it.
-
-Differences are in units of the float32 spacing at the largest entry of both tensors ("ulp"). In contrast to
-`agreement`, there is no floor for tensors that contain only rounding errors, and layers are measured one by one.
+Two recordings (`recording`) are compared in causal order. Differences are in units of the float32 spacing at the
+largest entry of both tensors ("ulp").
 """
 
 import itertools
@@ -54,13 +51,10 @@ class Compared(NamedTuple):
 
     Attributes:
       step: number of the step, from 1; 0 for "start".
-      phase: "forward", "loss", "gradients" or "update"; or an input of the run, "data" or "start".
-      place: the part of the model, such as "layer 3".
-      tensor: its name there.
-      ulp: largest difference divided by the float32 spacing at the largest entry of both; infinite if integers differ,
-        or with a remark. For updated parameters the root mean square difference is divided, because Adam turns a
-        gradient that contains only rounding errors into a full step.
-      absolute: the same difference, not divided; infinite with a remark.
+      phase: "forward", "loss", "gradients" or "update"; or an input: "data" or "start".
+      place: such as "layer 3".
+      ulp: difference divided by the float32 spacing at the largest entry of both.
+      absolute: the same difference, not divided.
       remark: why the tensors cannot be subtracted; "" if they can.
     """
 
@@ -74,7 +68,7 @@ class Compared(NamedTuple):
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """Step, phase and place; which tensors of such a group depend on others of it is unknown."""
+        """Step, phase and place."""
         return self.step, self.phase, self.place
 
     def __str__(self) -> str:
@@ -86,9 +80,8 @@ class Verdict(NamedTuple):
     """The result of a comparison.
 
     Attributes:
-      first: the tensor with the most ulp among those of the first group that differ by more than the tolerance; None if
-        no tensor does.
-      rows: the comparisons of all tensors but inputs of the run, in causal order.
+      first: a tensor of the first group that differs by more than the tolerance; None: there is none.
+      rows: the comparisons of tensors, except inputs of the run, in causal order.
       tolerance: allowed difference in ulp, in the form of `TOLERANCE`.
     """
 
@@ -106,14 +99,11 @@ class Verdict(NamedTuple):
         return self.tolerance[row.place if row.phase == "update" else row.phase][row.step > 1]
 
     def differs(self, row: Compared) -> bool:
-        """Returns whether the difference of this tensor is larger than rounding explains."""
+        """Returns whether the difference of this tensor exceeds its tolerance."""
         return row.ulp > self.allowed(row)
 
     def shown(self) -> list[Compared]:
-        """Returns the tensors with the most ulp in the groups around `first`: several of its group, one of each other.
-
-        If `first` is None, returns the one with the most ulp of each phase of each step.
-        """
+        """Returns tensors with the most ulp: around `first`, or of each phase if `first` is None."""
         worst: dict[Any, Compared] = {}
         for row in self.rows:
             group = row.group if self.first else (row.step, row.phase)
@@ -127,11 +117,9 @@ class Verdict(NamedTuple):
 
 
 def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[float, float]]) -> Verdict:
-    """Compares two recordings in causal order, and finds the first group with a tensor that differs.
+    """Finds the first group of tensors, in causal order, with one that differs.
 
-    Args:
-      ours, theirs: the recordings; their inputs (`given`) are not compared here.
-      tolerance: allowed differences, in the form of `TOLERANCE`.
+    `tolerance`: allowed differences, in the form of `TOLERANCE`.
     """
     rows = [row for row in compare(ours, theirs) if row.phase not in (DATA, START)]
     verdict = Verdict(None, rows, tolerance)
@@ -156,11 +144,10 @@ def compare(ours: Recording, theirs: Recording) -> Iterator[Compared]:
 
 
 def apart(a: np.ndarray | None, b: np.ndarray | None, *, mean: bool = False) -> tuple[float, float, str]:
-    """Returns the difference of two arrays in ulp and in absolute terms, and a remark if they cannot be subtracted.
+    """Returns the difference of two arrays in ulp and in absolute terms, and a remark.
 
-    The difference is the largest of any entry, or with `mean` the root mean square over all entries. In ulp, it is
-    infinite for integers that differ. There is a remark, and both numbers are infinite, if one array is None, if shapes
-    differ, or if arrays that are not equal contain NaN or infinity.
+    The difference is the largest of any entry or, with `mean`, the root mean square. It is infinite with a remark and,
+    in ulp, for integers that differ.
     """
     if a is None or b is None:
         return np.inf, np.inf, f"only in {'B' if a is None else 'A'}"
@@ -196,18 +183,12 @@ def run(
 
     Args:
       program: bound to devices that exist.
-      task: a prepared task.
-      steps: number of steps.
-      checkpoint: folder of the step to take the state from; None: a new state. Data starts at its beginning anyway.
-      origin: reads frozen parameters that the checkpoint leaves out; None: it leaves out none.
+      checkpoint: folder of the step to take the state from; None: a new state.
+      origin: reads frozen parameters that the checkpoint leaves out; None: none.
       data_of: a recording whose batches to train on; None: those of the task.
 
     Returns:
-      The recording. Its batches (`DATA`) are those of the task, also if the run used those of `data_of`.
-
-    Raises:
-      UserError: the checkpoint is damaged or does not fit, the task's batches end before `steps`, those of `data_of`
-        have other shapes, or the strategy's runs cannot be recorded (`recording.record`).
+      The recording; its batches (`DATA`) are those of the task.
     """
     own = agreement.batches_of(task, program, steps=steps)
     batches = own if data_of is None else _batches(data_of, own)
@@ -217,7 +198,6 @@ def run(
 
 
 def _batches(recording: Recording, own: Sequence[Batch]) -> list[Batch]:
-    """Returns the batches of a recording. Raises UserError if they lack a field of `own`, or a shape differs."""
     found = {name: recording.get(key(1, DATA, "batch", name)) for name in own[0]}
     theirs = {name: None if array is None else array.shape for name, array in found.items()}
     if wrong := {name: array.shape for name, array in own[0].items() if theirs[name] != array.shape}:

@@ -1,17 +1,12 @@
 """Records the main arrays that a short training run computes, named and in causal order.
 
-Groups of arrays depend only on themselves and on groups before them. So the first difference between two recordings is
-the one to investigate.
-
     step 1   forward      embedding, layer 0 … L-1: the residual stream after each; head: logits
              loss         of the step
              gradients    head, layer L-1 … 0, embedding: of every parameter, as passed to the optimizer
              update       optimizer state, parameters
     step 2   …
 
-The residual stream is the value that `core.stack` passes from layer to layer. It is recorded for models that are built
-with `core.stack`, unless their stack runs inside another transformation. Logits are recorded if the model has
-`logits(params, batch)`. Loss, gradients and update are recorded for every model.
+The residual stream is the value that `core.stack` passes from layer to layer.
 """
 
 import dataclasses
@@ -41,7 +36,6 @@ def key(step: int, phase: str, place: str, tensor: str = "") -> str:
     """Returns the name of an array in a recording.
 
     Args:
-      step: the step, from 1.
       phase: the part of the step, such as `forward`.
       place: a place in the model, such as `layer 0`.
       tensor: what was recorded there.
@@ -50,19 +44,12 @@ def key(step: int, phase: str, place: str, tensor: str = "") -> str:
 
 
 def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """Trains on the batches, one step each, and records the arrays of the module's table.
+    """Trains on global batches, one step each, and records arrays. All hosts must call it.
 
-    Args:
-      program: bound to devices that exist.
-      state: the initial state; donated.
-      batches: global batches, complete on every host; at least one.
-
-    Returns:
-      The recording, on every host. It begins with the initial state, as phase `START` of step 0.
+    The recording begins with the initial state `state`, which is donated, as phase `START` of step 0.
 
     Raises:
-      UserError: the strategy shards keys by position (`kv_length`), so that layers have the positions of a row in
-        another order.
+      UserError: the strategy shards keys by position (`kv_length`).
     """
     strategy, shape = program.partitioner.strategy, program.partitioner.shape
     if logical.shards(strategy.activation_rules["kv_length"], shape) > 1:
@@ -99,8 +86,6 @@ def _with_gradients(recording: Program, state: TrainState) -> TrainState:
 
 
 class _Forward:
-    """The forward pass on a global batch, with the input and output of each layer."""
-
     def __init__(self, program: Program):
         self._program = program
         self._jitted = jax.jit(lambda state, batch: residuals(program, state.params, state, batch))
@@ -134,17 +119,13 @@ def _residual(path: Sequence[Any]) -> str:
 
 
 def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
-    """Records a forward pass of the program's model, without rematerialization.
+    """Records a forward pass of the program's model.
 
     Args:
-      program: the model and the seed.
-      params: the parameters.
       state: gives the carry, and the step that the random bits depend on.
-      batch: a batch.
 
     Returns:
-      A list with a pair for every layer stack: its input, and the outputs of its layers [L, ...]. And the logits, or
-      None for a model without them.
+      For every layer stack, a pair of its input and its layers' outputs [L, ...]; and the logits or None.
     """
     model, seen = program.model, []
     rng = jax.random.fold_in(jax.random.key(program.seed), state.step)
@@ -194,22 +175,18 @@ class _Order:
 
 
 def _num_first(program: Program) -> int:
-    """Returns the number of layers at the beginning of a stack, before those that repeat (`core.stack.First`)."""
+    """Returns the number of layers before those that repeat (`core.stack.First`)."""
     shapes = jax.tree.leaves(program.abstract_state.params)
     both = zip(shapes, _axes_leaves(program.axes.params), strict=True)
     return max((shape.shape[0] for shape, axes in both if axes[:1] == (logical.FIRST_LAYERS,)), default=0)
 
 
 def _start(axis: str | None, num_first: int) -> int:
-    """Returns the number of the first layer of a stacked parameter whose first axis is `axis`."""
     return num_first if axis == logical.LAYERS else 0
 
 
 def _feeds_the_stack(program: Program) -> set[str]:
-    """Returns the names of the parameters that the input of the first layer stack depends on.
-
-    The result is empty if there is no stack, or it runs inside another transformation.
-    """
+    """Returns the names of the parameters that the input of the first layer stack depends on."""
     state = program.abstract_state
     batch = batch_shapes(program.spec)
 
@@ -227,7 +204,6 @@ def _feeds_the_stack(program: Program) -> set[str]:
 
 
 def _dependencies(jaxpr: Any) -> set[Var]:
-    """Returns all variables that the results of a computation depend on."""
     needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
