@@ -1,13 +1,9 @@
-"""Cuts long rows into chunks, one chunk per training step, for models that keep states from step to step.
+"""Cuts long rows into chunks, one per training step, for models that keep states from step to step.
 
-If row r of a batch is chunk k of a long row, then row r of the next batch is chunk k + 1. After the last chunk, it is
-the first chunk of the next long row. Positions and segments are those of the long row, so a chunk's first position is 0
-only if a segment begins there:
+If row r of a batch is chunk k of a long row, then row r of the next batch is chunk k + 1, or the first chunk of the
+next long row:
 
     long row, positions   0 1 2 3 4 5 0 1 2 3 4 5      step   1: 0 1 2    2: 3 4 5    3: 0 1 2    4: 3 4 5
-
-A model with `Transformer.keeps_states` trains on chunks by truncated backpropagation. Validation rows are cut alike,
-but evaluation starts every batch from an empty state.
 """
 
 from __future__ import annotations
@@ -29,11 +25,9 @@ from tasks import streams
 class ChunkedTask:
     """A `core.types.Task` whose rows are chunks of another task's rows.
 
-    Attributes that are not listed are those of the other task.
-
     Attributes:
-      whole: the other task.
-      length: positions per chunk; the rows of `whole` must be two or more chunks long.
+      whole: the other task, which has all attributes that are not listed.
+      length: positions per chunk.
     """
 
     whole: Task
@@ -45,14 +39,11 @@ class ChunkedTask:
         return getattr(self.whole, name)
 
     def with_rows(self, whole: Task, length: int) -> ChunkedTask:
-        """Returns a task whose rows are chunks of `length` positions, cut from the rows of `whole`."""
+        """Returns a task of chunks of the rows of `whole`."""
         return ChunkedTask(whole, length)
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a batch of chunks.
-
-        Raises UserError if rows do not divide into two or more chunks, or `length` is not the second axis of a field.
-        """
+        """Returns the fields of a batch of chunks."""
         whole = self.whole.spec(batch_size)
         if (length := row_length(whole)) % self.length or length == self.length:
             raise UserError(
@@ -62,15 +53,15 @@ class ChunkedTask:
         return {name: _shorter(field, self.length) for name, field in whole.items()}
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns the chunks of the training batches, in order. Raises UserError as `spec` or the other task."""
+        """Returns the chunks of the training batches, in order."""
         return ChunkedBatches(self.whole.train(layout, seed=seed), self.spec(layout.batch_size), self.length)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns the chunks of the validation batches, in order. Raises UserError as `spec` or the other task."""
+        """Returns the chunks of the validation batches, in order."""
         return ChunkedBatches(self.whole.evaluation(layout), self.spec(layout.batch_size), self.length)
 
     def evaluated_on(self, most: int | None) -> str:
-        """Describes the chunks of an evaluation; `most` is the number of chunks, None: all."""
+        """Describes the chunks of an evaluation, at most `most`; None: all."""
         count = "all" if most is None else f"{most:,}"
         return f"{count} chunks of {self.length:,} positions, batch after batch the next of the same validation rows"
 
@@ -80,10 +71,7 @@ class ChunkedTask:
 
 
 class ChunkedBatches(Batches):
-    """Implements `core.types.Batches`: yields each batch of long rows of `inner` in chunks of `length` positions.
-
-    `spec` has the fields of a batch of chunks.
-    """
+    """Implements `core.types.Batches`: yields each batch of `inner` in chunks of `length` positions."""
 
     def __init__(self, inner: Batches, spec: BatchSpec, length: int) -> None:
         self._inner, self._spec, self._length = inner, spec, length
@@ -117,10 +105,6 @@ class ChunkedBatches(Batches):
         return {name: header + b"\n" + place for name, place in places.items()}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
-        """Moves to a saved position.
-
-        Raises UserError if it was saved with chunks of another length, is malformed, or does not fit the other task.
-        """
         parts = {name: place.partition(b"\n") for name, place in state.items()}
         headers = [streams.read_position(header, chunks=int, length=int) for header, _, _ in parts.values()]
         if lengths := {header["length"] for header in headers} - {self._length}:
@@ -138,12 +122,7 @@ class ChunkedBatches(Batches):
 def rows(*, task: Task, length: int) -> ChunkedTask:
     """Returns a task that gives each step the next chunks of another task's rows.
 
-    Args:
-      task: the task of long rows.
-      length: positions per chunk; must divide the length of the task's rows.
-
-    Raises:
-      UserError: the length is not a positive integer.
+    `length` is the number of positions per chunk, and divides the length of the rows.
     """
     check_integer(length, where="chunked.rows.length", least=1)
     return ChunkedTask(task, length)

@@ -1,7 +1,4 @@
-"""Stands in for the package editdistance, which has no wheel for Python 3.13, so that seqio can be imported there.
-
-seqio uses it only to suggest names of tasks.
-"""
+"""Stands in for the package editdistance, which seqio imports, and which has no wheel for Python 3.13."""
 
 import importlib.util
 import sys

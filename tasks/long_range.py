@@ -4,8 +4,8 @@
     recall          pairs of keys and values, then noise; the answer to each key at the end is its value
     selective_copy  noise with values at random places; the answer to the question is all values in order
 
-The loss covers only answers, so a model without memory of the row has the loss of a uniform guess. `recall` is the
-associative recall of Arora et al. 2023 (Zoology); `selective_copy` is that of Gu and Dao 2023 (Mamba).
+The loss covers only answers. `recall` is the associative recall of Arora et al. 2023 (Zoology); `selective_copy` is
+that of Gu and Dao 2023 (Mamba).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _NOISE, _MARK, _QUESTION, _FIRST = 1, 2, 3, 4  # special ids; values start at _F
 
 @dataclasses.dataclass(frozen=True)
 class LongRangeTask(SampledTask):
-    """A `core.types.Task` of rows of one kind; see `rows`."""
+    """A `core.types.Task` of rows of one kind, made by `rows`."""
 
     kind: str
     values: int
@@ -37,16 +37,15 @@ class LongRangeTask(SampledTask):
 
     @functools.cached_property
     def vocabulary(self) -> vocabularies.Numbers:
-        """A vocabulary that formats ids as decimal numbers: special ids, values, then the keys of `recall`."""
+        """Formats ids as decimal numbers: special ids, values, then the keys of `recall`."""
         return vocabularies.Numbers(_FIRST + self.values * (2 if self.kind == "recall" else 1))
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> Mapping[str, np.ndarray]:
-        """Returns a row: inputs and targets from `length` + 1 tokens; answers have weight 1, other targets 0."""
+        """Returns a row; answers have weight 1, other targets 0."""
         del is_training
         tokens, answers = getattr(self, f"_{self.kind}")(rng)
         ones = np.ones(self.length, np.int32)
@@ -86,23 +85,19 @@ class LongRangeTask(SampledTask):
         return tokens, np.arange(self.length + 1) > self.length - self.items
 
     def describe(self) -> str:
-        """Returns one line for the run summary."""
         kind = f"{self.kind} of {units.counted(self.items, 'item')} among {self.values} values"
         return f"long_range.rows: {kind}, length {self.length}, {units.counted(self.num_streams, 'stream')}"
 
 
 def rows(*, kind: str, length: int, num_streams: int, values: int = 16, items: int = 4) -> LongRangeTask:
-    """Returns a task of rows of one kind; each row is determined by (seed, stream, index).
+    """Returns a task of rows of one kind.
 
     Args:
       kind: "retrieval", "recall" or "selective_copy".
-      length: tokens per row; at least 4 for `retrieval`, 4 x items for `recall`, 2 x items + 1 for `selective_copy`.
-      num_streams: number of data streams; must divide the batch size.
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
       values: number of different values, and in `recall` of different keys.
-      items: number of pairs in `recall`, at most `values`, or of values in `selective_copy`; not used by `retrieval`.
-
-    Raises:
-      UserError: the kind is unknown, a number is out of range, or rows are too short for the items.
+      items: pairs in `recall`, values in `selective_copy`; not used by `retrieval`.
     """
     if kind not in KINDS:
         raise UserError(f"long_range.rows.kind = {kind!r}: expected one of {', '.join(KINDS)}")

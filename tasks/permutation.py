@@ -1,4 +1,4 @@
-"""Computes keyed permutations of 0 … n-1 at single places, without any library's random numbers.
+"""Computes keyed permutations of 0 … n-1 at single places.
 
 A balanced Feistel network permutes 0 … 2^(2b)-1. A result of n or more is permuted again until it is below n (cycle
 walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
@@ -13,10 +13,7 @@ _ROUNDS = 6
 
 
 def permuted(places: np.ndarray | Sequence[int], count: int, *, key: Sequence[int]) -> np.ndarray:
-    """Returns the numbers at `places` of the permutation of 0 … count-1 that `key` selects.
-
-    The result is int64 and has the shape of `places`.
-    """
+    """Returns the numbers at `places` of the permutation of 0 … count-1 that `key` selects."""
     bits = max((count - 1).bit_length() + 1 >> 1, 1)  # bits of each half
     mask, shift = np.uint64(2**bits - 1), np.uint64(bits)
     digest = hashlib.sha512(repr(tuple(map(int, key))).encode()).digest()

@@ -1,8 +1,4 @@
-"""Base class of tasks whose rows are drawn independently: synthetic data, or samples of a dataset in memory.
-
-A row is a pure function of (split, seed, stream, index), so the position of a stream is one counter, and any number of
-hosts read the same rows.
-"""
+"""Base class of tasks whose rows are drawn independently."""
 
 import abc
 import hashlib
@@ -24,8 +20,8 @@ class SampledTask(Task, abc.ABC):
     """A task whose subclass defines `num_streams`, `spec` and `row`; usually a frozen dataclass.
 
     Attributes:
-      num_streams: number of streams of the training data; it divides the batch size.
-      vocabulary: converts text, if rows have any; None otherwise.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: converts between text and ids; None if rows have no text.
     """
 
     vocabulary: Any = None
@@ -36,41 +32,29 @@ class SampledTask(Task, abc.ABC):
 
     @abc.abstractmethod
     def row(self, rng: np.random.Generator, *, is_training: bool) -> Mapping[str, np.ndarray]:
-        """Returns one row: each field of `spec` without its first dimension.
-
-        Args:
-          rng: the source of all randomness.
-          is_training: whether the row is for training or for validation.
-        """
+        """Returns one row: each field of `spec` without its first dimension."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Does nothing: rows are drawn when they are needed."""
         del run_dir, is_host_zero
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
         """Returns an endless iterator of batches.
 
-        Raises UserError if the streams do not divide the batch. The iterator raises it if a row does not fit `spec`.
+        The iterator raises UserError if a row does not fit `spec`.
         """
         return self._batches(layout, (_TRAIN, seed))
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns an endless iterator of batches, the same at every call and drawn independently of training batches.
-
-        Raises UserError as `train`.
-        """
+        """Returns an endless iterator of batches, drawn independently of training batches."""
         return self._batches(layout, (_VALIDATION, 0))
 
     def problems(self) -> list[str]:
-        """Returns no problems: nothing can be missing."""
         return []
 
     def describe(self) -> str:
-        """Returns one line for the run summary."""
         return repr(self)
 
     def fingerprint(self) -> str:
-        """Returns a hash of `repr(self)`, equal on all hosts that draw the same data."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def _batches(self, layout: DataLayout, key: tuple[int, int]) -> Batches:
@@ -85,8 +69,6 @@ class SampledTask(Task, abc.ABC):
 
 
 class _SampledStream:
-    """Implements `streams.Stream` for the rows of a `SampledTask`."""
-
     def __init__(self, task: SampledTask, spec: BatchSpec, key: tuple[int, ...], rows: int) -> None:
         self._task, self._spec, self._key, self._rows = task, spec, key, rows
         self._index = 0  # rows returned so far

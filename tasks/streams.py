@@ -1,11 +1,9 @@
 """Assembles the rows of one host's batches from data streams.
 
-`StreamBatches` reads a fixed number of streams that do not depend on the number of hosts. Row r of the global batch
-always comes from stream r // (batch_size // num_streams), at a fixed place in it. A host opens the streams of its rows
-and keeps only those rows. So any number of hosts read the same global batches, and a run can resume on another number
-of hosts.
+Row r of the global batch comes from stream r // (batch_size // num_streams), at a fixed place in it. A host opens the
+streams of its rows and keeps only those rows, so any number of hosts read the same global batches.
 
-B: rows of the global batch. R: rows of one stream in it. T: tokens per row.
+B: rows of the global batch. R: rows of one stream in it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _NO_POSITION = (
 
 
 def batch_spec(batch_size: int, *, length: int) -> dict[str, Field]:
-    """Returns the fields (`core.batches.Field` by name) of a global batch of text."""
+    """Returns the fields of a global batch of text."""
     return {key: Field((batch_size, length), dtype, ("batch", "length")) for key, dtype in BATCH_DTYPES.items()}
 
 
@@ -44,13 +42,13 @@ class Stream(Protocol):
     """One stream of rows, the same on every host that opens it."""
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """Returns the next R rows of every field of the batch. A finite stream raises StopIteration at its end."""
+        """Returns the next R rows of every field. A finite stream raises StopIteration at its end."""
 
     def state(self) -> bytes:
-        """Returns the position from which a new stream continues after the last rows returned."""
+        """Returns the position after the last rows returned."""
 
     def restore(self, state: bytes) -> None:
-        """Moves to a saved position. Raises UserError for bytes that are not a position of this stream."""
+        """Moves to a saved position. Raises UserError for bytes that are not a position."""
 
 
 OpenStream = Callable[[int, int], Stream]  # (stream index, R) -> a stream at its start
@@ -59,8 +57,7 @@ OpenStream = Callable[[int, int], Stream]  # (stream index, R) -> a stream at it
 def rows_per_stream(batch_size: int, *, num_streams: int) -> int:
     """Returns the number of rows that each stream contributes to a global batch.
 
-    Raises:
-      UserError: the batch size is below 1, or not divisible by the number of streams.
+    Raises UserError if the streams do not divide the batch.
     """
     if batch_size % num_streams == 0 and batch_size > 0:
         return batch_size // num_streams
@@ -82,14 +79,12 @@ class StreamBatches(Batches):
     Args:
       layout: the rows of this host.
       spec: fields of the global batch.
-      num_streams: number of streams of the whole input, independent of the number of hosts.
+      num_streams: number of streams of the whole input.
       open_stream: opens one stream at its start.
-      identity: what the data depends on (source, vocabulary, seed, …). It is saved with every position; restoring a
-        position with another identity is an error.
+      identity: JSON values on which the data depends, saved with every position.
 
     Raises:
-      UserError: the streams do not divide the batch, or the layout is invalid: it has no rows, rows outside the batch,
-        or owned rows that are not among its rows.
+      UserError: the streams do not divide the batch, or the layout is invalid.
     """
 
     def __init__(
@@ -132,9 +127,7 @@ class StreamBatches(Batches):
     def restore(self, state: Mapping[str, bytes]) -> None:
         """Continues every stream at its position.
 
-        Raises:
-          UserError: `state` has no position for a stream of this host, or a position is malformed or was saved with
-            another identity, such as other data or another length, batch size or seed.
+        Raises UserError if a position is missing, or was saved with another `identity`.
         """
         missing = [stream_name(index) for index in self._streams if stream_name(index) not in state]
         if missing:
@@ -151,22 +144,12 @@ class StreamBatches(Batches):
 class PassBatches(Batches):
     """Implements `core.types.Batches`: reads a split once, as one stream, and ends.
 
-    Row r of the split is row r % B of batch r // B on any number of hosts, because each host reads all rows and keeps
-    its own. Rows of zeros, with weight 0 and segment 0, fill the last batch.
+    Each host reads all rows and keeps its own: row r of the split is row r % B of batch r // B. Rows of zeros fill the
+    last batch.
     """
 
     def __init__(self, layout: DataLayout, *, spec: BatchSpec, stream: Stream) -> None:
-        """Prepares a pass.
-
-        Args:
-          layout: the rows of this host.
-          spec: fields of the global batch.
-          stream: a finite stream with one row per element.
-
-        Raises:
-          UserError: the layout is invalid: it has no rows, rows outside the batch, or owned rows that are not among its
-            rows.
-        """
+        """Prepares a pass over `stream`, which is finite and has one row per element."""
         _check_layout(layout)
         self._layout, self._spec, self._stream = layout, spec, stream
 
@@ -193,11 +176,9 @@ class PassBatches(Batches):
         return batch
 
     def share(self) -> float | None:
-        """Returns the share of the data that was read, 0 to 1; None if it is not known."""
         return self._stream.share() if can(self._stream, KnowsShare) else None
 
     def state(self) -> Mapping[str, bytes]:
-        """Returns {}, because a pass is not resumed."""
         return {}
 
     def restore(self, state: Mapping[str, bytes]) -> None:
@@ -207,12 +188,7 @@ class PassBatches(Batches):
 def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
     """Parses a position that a stream wrote as a JSON object.
 
-    Args:
-      state: the bytes.
-      **kinds: the type of each required key.
-
-    Raises:
-      UserError: the bytes are not such an object.
+    `kinds` are the types of required keys. Raises UserError for other bytes.
     """
     try:
         return foreign_json.load_object(state, kinds)
@@ -224,7 +200,7 @@ def read_position(state: bytes, **kinds: type) -> dict[str, Any]:
 
 
 def _takes(rows: tuple[int, ...], per_stream: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Maps each stream to the places that it fills in the host's batch, and to the rows (0 to R - 1) that go there."""
+    """Maps each stream to the places that it fills in the host's batch, and to its rows that go there."""
     rows_array = np.asarray(rows)
     streams = rows_array // per_stream
     return {
@@ -243,12 +219,11 @@ def _check_layout(layout: DataLayout) -> None:
 
 
 def _seal(position: bytes, identity: Mapping[str, Any]) -> bytes:
-    """Prepends the identity of the data, as a line of JSON, to a position."""
     return json.dumps(identity, sort_keys=True).encode() + b"\n" + position
 
 
 def difference(name: str, *, now: Any, was: Any) -> str:
-    """Describes a changed setting on which saved data positions depend; shortens the hashes of vocabularies."""
+    """Describes a changed setting on which saved data positions depend."""
     if name == "vocabulary":
         now, was = (str(value or "none")[:8] for value in (now, was))
         return f"the vocabulary is another one (hash {now}, was {was})"
@@ -256,7 +231,6 @@ def difference(name: str, *, now: Any, was: Any) -> str:
 
 
 def _differs(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes the difference in one key of two identities."""
     match key:
         case "source":
             return "its files have other names, sizes or content"

@@ -1,6 +1,6 @@
 """Generates random tokens for smoke runs, measurements of speed, and tests.
 
-The tokens are uniform, so the best possible loss is ln(vocab_size - 1) nats per token.
+The best possible loss is ln(vocab_size - 1) nats per token.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tasks.text import vocabularies
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticTask(SampledTask):
-    """A `core.types.Task` of random tokens, with the fields of `streams.batch_spec` and one segment per row."""
+    """A `core.types.Task` of random tokens, with the fields of `streams.batch_spec`."""
 
     vocab_size: int
     length: int
@@ -26,11 +26,9 @@ class SyntheticTask(SampledTask):
 
     @property
     def vocabulary(self) -> vocabularies.Numbers:
-        """A vocabulary that formats ids as decimal numbers."""
         return vocabularies.Numbers(self.vocab_size)
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 
@@ -48,25 +46,20 @@ class SyntheticTask(SampledTask):
         }
 
     def describe(self) -> str:
-        """Returns one line for the run summary."""
         streams = units.counted(self.num_streams, "stream")
         return f"synthetic.random_tokens: ids below {self.vocab_size}, length {self.length}, {streams}"
 
     def fingerprint(self) -> str:
-        """Returns a hash of the vocabulary size."""
         return self.vocabulary.hash
 
 
 def random_tokens(*, vocab_size: int, length: int, num_streams: int) -> SyntheticTask:
-    """Returns a task of random tokens; each row is determined by (seed, stream, index).
+    """Returns a task of random tokens.
 
     Args:
       vocab_size: ids are 1 to vocab_size - 1.
       length: tokens per row.
-      num_streams: number of data streams; must divide the batch size.
-
-    Raises:
-      UserError: a number is not an integer or too small.
+      num_streams: number of data streams; divides the batch size.
     """
     for name, value, least in (("vocab_size", vocab_size, 2), ("length", length, 1), ("num_streams", num_streams, 1)):
         check_integer(value, where=f"synthetic.random_tokens.{name}", least=least)

@@ -1,7 +1,6 @@
-"""Writes a folder that readers see only when it is complete.
+"""Writes files into a temporary folder, and moves them to the target when they are complete.
 
-Files are written to a temporary folder, which is renamed to the target when complete. A bucket has no atomic rename, so
-there the files are uploaded one by one, and last the file whose presence marks a complete folder.
+A bucket has no atomic rename, so there the file that marks a complete folder is uploaded last.
 """
 
 import contextlib
@@ -25,14 +24,9 @@ def check_free(directory: str) -> None:
 
 @contextlib.contextmanager
 def appearing(directory: str, *, last: str) -> Iterator[pathlib.Path]:
-    """Yields a local folder whose files are moved to `directory` when the `with` block ends, but not if it raises.
+    """Yields a local folder whose files move to `directory` when the block ends without an error.
 
-    Args:
-      directory: local or gs://; must be empty or not exist.
-      last: name of the file that marks a complete folder; uploaded to a bucket after all others.
-
-    Raises:
-      UserError: the directory is not empty when the block begins (or, if local, when it ends), or cannot be written.
+    `last` names the file that marks a complete folder.
     """
     check_free(directory)
     target = paths.resolve(directory)

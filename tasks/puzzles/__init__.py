@@ -1,9 +1,4 @@
-"""Puzzle tasks (Sudoku, mazes, ARC): the constructors that a gin configuration names.
-
-puzzles.dataset(directory, …)     reads a folder written by `launch/run make-dataset`
-puzzles.sudoku(size, …)           generates Sudoku puzzles before the first step
-puzzles.maze(size, …)             generates mazes before the first step
-"""
+"""Puzzle tasks (Sudoku, mazes, ARC): the constructors that a gin configuration names."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -29,18 +24,14 @@ def dataset(
     """Returns a task that reads puzzles from a folder.
 
     Args:
-      directory: the folder, local or gs://, with train/ and test/. None is an error, which `problems` reports.
+      directory: local or gs://, written by `launch/run make-dataset`.
       length: S, tokens per puzzle; must equal the dataset's seq_len.
       vocab_size: number of tokens; must equal the dataset's.
-      train_puzzles: use only the first `train_puzzles` training puzzles; None: all.
-      train_copies: use only the first `train_copies` augmentations of each puzzle; 0: none. None: all.
-      epochs_per_iteration: number of epochs that are shuffled together; examples at their end that do not fill a batch
-        are dropped. None: enough epochs that at most 0.1% is dropped, as far as memory allows.
-      eval_puzzles: number of held-out examples in an evaluation; None: all.
-      eval_seed: seed that selects these examples, which are the same at every evaluation.
-
-    Raises:
-      UserError: a number is out of range.
+      train_puzzles: use only the first training puzzles; None: all.
+      train_copies: use only the first augmentations of each puzzle; None: all.
+      epochs_per_iteration: epochs shuffled together; None: chosen automatically.
+      eval_puzzles: held-out examples in an evaluation; None: all.
+      eval_seed: seed that selects these examples.
     """
     check_numbers("puzzles", length=length, vocab_size=vocab_size, train_puzzles=train_puzzles)
     check_numbers("puzzles", epochs_per_iteration=epochs_per_iteration, eval_puzzles=eval_puzzles)
@@ -66,17 +57,13 @@ def sudoku(
 
     Args:
       size: rows and columns: 4, 6 or 9.
-      num_train: number of training puzzles.
-      num_test: number of held-out puzzles.
+      num_train: training puzzles.
+      num_test: held-out puzzles.
       num_aug: symmetric copies added to each training puzzle.
-      clues: (minimum, maximum) of the numbers of clues that the generator aims at; a puzzle has more if it would
-        otherwise have several solutions. None: `sudoku_puzzles.CLUES` of the size.
-      seed: seed of the generator; the same seed gives the same bytes.
-      directory: where the first run writes the puzzles and later runs find them; None: in the run directory.
-      eval_puzzles: number of held-out puzzles in an evaluation; None: all.
-
-    Raises:
-      UserError: a number is out of range.
+      clues: (minimum, maximum) of the number of clues aimed at; None: by size.
+      seed: seed of the generator.
+      directory: where the puzzles are built, or found; None: in the run directory.
+      eval_puzzles: held-out puzzles in an evaluation; None: all.
     """
     check_numbers("puzzles", eval_puzzles=eval_puzzles)
     recipe = SudokuSet(
@@ -108,16 +95,13 @@ def maze(
 
     Args:
       size: rows and columns, from 5 to 100.
-      num_train: number of training mazes.
-      num_test: number of held-out mazes.
-      min_path: shortest paths have more steps than this; None: 110 for 30 x 30, otherwise proportional to the area.
+      num_train: training mazes.
+      num_test: held-out mazes.
+      min_path: shortest paths have more steps than this; None: 110 for 30 x 30, proportional to the area.
       augment: whether to add the seven other orientations of every training maze.
-      seed: seed of the generator; the same seed gives the same bytes.
-      directory: where the first run writes the mazes and later runs find them; None: in the run directory.
-      eval_puzzles: number of held-out mazes in an evaluation; None: all.
-
-    Raises:
-      UserError: a number is out of range.
+      seed: seed of the generator.
+      directory: where the mazes are built, or found; None: in the run directory.
+      eval_puzzles: held-out mazes in an evaluation; None: all.
     """
     check_numbers("puzzles", eval_puzzles=eval_puzzles)
     recipe = MazeSet(size=size, num_train=num_train, num_test=num_test, min_path=min_path, augment=augment, seed=seed)

@@ -1,10 +1,9 @@
 """Encodes ARC grids as tokens, and augments puzzles by rotating, mirroring and permuting colors.
 
-A grid of up to 30 x 30 colors 0 to 9 is placed in a frame of 30 x 30 tokens: 0 outside the grid, color + 2 inside,
-and 1 (END) in the row below it and the column to its right if the frame has room, which marks the size of the grid.
+A grid of up to 30 x 30 colors 0 to 9 is placed in a frame of 30 x 30 tokens: 0 outside the grid, color + 2 inside, and
+1 (END) in the row below it and the column to its right if the frame has room.
 
-A variant of a puzzle is an orientation and a permutation of colors 1 to 9. Both are part of its name, so an answer to
-the variant can be converted back to an answer to the puzzle:
+A variant of a puzzle is an orientation and a permutation of colors. Its name says both:
 
     007bbfb7                        the puzzle itself
     007bbfb7|||t3|||0768314952      orientation 3; color 1 becomes 7, 2 becomes 6, …
@@ -30,8 +29,8 @@ class Variant(NamedTuple):
     """An augmentation of a puzzle: a color permutation, then a rotation or reflection.
 
     Attributes:
-      orientation: 0 to 7, see `symmetries.orient`.
-      colors: `colors[c]` replaces color c; color 0 is unchanged.
+      orientation: 0 to 7, as in `symmetries.orient`.
+      colors: `colors[c]` replaces color c.
     """
 
     orientation: int = 0
@@ -58,11 +57,7 @@ def random_variant(rng: np.random.Generator) -> Variant:
 
 
 def parse(name: str) -> tuple[str, Variant]:
-    """Splits an identifier into the name of the puzzle and the variant.
-
-    Raises:
-      UserError: the identifier is malformed.
-    """
+    """Splits an identifier into the name of the puzzle and the variant."""
     puzzle, *rest = name.split(SEPARATOR)
     if not rest:
         return puzzle, Variant()
@@ -79,8 +74,7 @@ def parse(name: str) -> tuple[str, Variant]:
 def check(grid: Sequence[Sequence[int]], *, where: str) -> np.ndarray:
     """Validates a grid and returns it as an array [H, W]; `where` names it in messages.
 
-    Raises:
-      UserError: it is not a rectangle of 1 to 30 rows and columns of colors 0 to 9.
+    Raises UserError if it is no grid of 1 to 30 rows and columns.
     """
     try:
         found = np.asarray(grid)
@@ -93,7 +87,7 @@ def check(grid: Sequence[Sequence[int]], *, where: str) -> np.ndarray:
 
 
 def frame(grid: np.ndarray, *, at: tuple[int, int] = (0, 0)) -> np.ndarray:
-    """Encodes a grid as [900] tokens, with its upper left corner at row and column `at` of the frame."""
+    """Encodes a grid as [900] tokens, its upper left corner at row and column `at`."""
     (top, left), (height, width) = at, grid.shape
     tokens = np.full((FRAME + 1, FRAME + 1), PAD, np.uint8)  # larger: END tokens outside are cropped
     tokens[top : top + height, left : left + width] = grid + FIRST_COLOR
@@ -103,9 +97,9 @@ def frame(grid: np.ndarray, *, at: tuple[int, int] = (0, 0)) -> np.ndarray:
 
 
 def crop(tokens: np.ndarray) -> np.ndarray:
-    """Decodes [900] tokens to the largest rectangle [H, W] of colors at the upper left corner; [0, 0] if there is none.
+    """Decodes [900] tokens to the largest rectangle [H, W] of colors at the upper left corner.
 
-    Of equally large rectangles it returns the one with the fewest rows. A model's answer need not be a valid grid.
+    [0, 0] if there is none.
     """
     colors = np.asarray(tokens).reshape(FRAME, FRAME) >= FIRST_COLOR
     widths = np.minimum.accumulate(np.cumprod(colors, axis=1).sum(1))  # widths[h - 1]: with h rows

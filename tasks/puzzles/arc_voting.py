@@ -1,9 +1,7 @@
 """Scores a model on ARC by voting over its answers to many variants of each puzzle.
 
-The answer to a variant is converted back to the puzzle, and counts as a vote for the resulting grid. `count_votes`
-counts the votes of one checkpoint, and `merged` adds those of several checkpoints.
-
-Candidates are ranked by number of votes, then by the model's mean confidence sigmoid(q_halt).
+The answer to a variant is converted back to the puzzle, and counts as a vote for the resulting grid. Candidates are
+ranked by number of votes, then by the model's mean confidence sigmoid(q_halt).
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ class Answer(NamedTuple):
 
     Attributes:
       name: identifier of the puzzle or variant.
-      inputs: [900] input tokens.
-      predicted: [900] predicted tokens.
+      inputs, predicted: [900] tokens.
       q_halt: the model's logit that the answer is right.
     """
 
@@ -61,10 +58,10 @@ class Judge:
 
     Attributes:
       name: the name under which scores are stored.
-      needed_answers: names of the model outputs that it reads, each with one entry per row.
+      needed_answers: names of the arrays that it reads.
       puzzles: content of test_puzzles.json.
-      names: identifiers of puzzles and variants, indexed by puzzle id.
-      blank: the puzzle id of rows that only fill the last batch; they do not vote.
+      names: identifiers, indexed by puzzle id.
+      blank: the puzzle id of rows that only fill the last batch.
     """
 
     name: ClassVar[str] = "arc"
@@ -77,19 +74,12 @@ class Judge:
     def votes(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Votes:
         """Counts the votes of one evaluation.
 
-        Args:
-          batches: `inputs` and `predicted` [B, 900], `puzzle_ids` and `q_halt` [B] of each batch.
-
-        Raises:
-          UserError: the identifier of a variant is malformed.
+        A batch has `inputs` and `predicted` [B, 900], `puzzle_ids` and `q_halt` [B].
         """
         return count_votes(answer for batch in batches for answer in self._answers(batch))
 
     def scores(self, votes: Votes) -> dict[str, Any]:
-        """Returns pass@k by k, and the numbers of puzzles, tests, tests with votes, and votes, as JSON values.
-
-        Raises UserError if there are no puzzles.
-        """
+        """Returns pass@k by k, and counts, as JSON values."""
         tests = [(name, as_grid(test["input"])) for name, puzzle in self.puzzles.items() for test in puzzle["test"]]
         counted = [sum(support.votes for support in votes.get(test, {}).values()) for test in tests]
         return {
@@ -105,7 +95,7 @@ class Judge:
         return merged(*several)
 
     def submission(self, votes: Votes) -> dict[str, list[dict[str, list[list[int]]]]]:
-        """Returns two attempts for every test, in the competition's format."""
+        """Returns two attempts for each test, in the competition's format."""
         return submission(votes, self.puzzles)
 
     def _answers(self, batch: Mapping[str, np.ndarray]) -> Iterator[Answer]:
@@ -115,11 +105,7 @@ class Judge:
 
 
 def read_judge(directory: str) -> Judge | None:
-    """Returns the judge of the dataset in a folder; None if it is not an ARC dataset (has no test_puzzles.json).
-
-    Raises:
-      UserError: test_puzzles.json is damaged or empty, or the dataset is incomplete or its dataset.json damaged.
-    """
+    """Returns the judge of an ARC dataset; None if the folder has no test_puzzles.json."""
     file = paths.resolve(directory) / arc_sets.TEST_PUZZLES
     if not file.exists():
         return None
@@ -134,9 +120,9 @@ def read_judge(directory: str) -> Judge | None:
 
 
 def count_votes(answers: Iterable[Answer]) -> Votes:
-    """Converts answers back to their puzzles, and counts them as votes; an answer without a grid is no vote.
+    """Converts answers back to their puzzles, and counts them as votes.
 
-    Raises UserError if the name of an answer is malformed.
+    An answer without a grid is no vote.
     """
     found: dict[tuple[str, Grid], dict[Grid, Support]] = {}
     for answer in answers:
@@ -161,20 +147,14 @@ def merged(*several: Votes) -> Votes:
 
 
 def ranked(candidates: Mapping[Grid, Support]) -> list[Grid]:
-    """Sorts candidates by votes, then mean confidence, best first; the grids themselves break ties."""
+    """Sorts candidates by votes, then mean confidence, best first."""
     return sorted(candidates, key=lambda g: (-candidates[g].votes, -candidates[g].confidence / candidates[g].votes, g))
 
 
 def pass_at(votes: Votes, puzzles: Mapping[str, Any], *, ks: Sequence[int] = KS) -> dict[int, float]:
-    """Returns pass@k: the fraction of a puzzle's tests solved by one of the k best candidates, averaged over puzzles.
+    """Returns pass@k by k, averaged over puzzles.
 
-    Args:
-      votes: votes of these puzzles; a test without votes is not solved.
-      puzzles: content of test_puzzles.json.
-      ks: numbers of attempts.
-
-    Raises:
-      UserError: there are no puzzles.
+    pass@k of a puzzle is the fraction of its tests solved by one of the k best candidates.
     """
     if not puzzles:
         raise UserError("no puzzles to score; expected the content of test_puzzles.json")
@@ -187,12 +167,14 @@ def pass_at(votes: Votes, puzzles: Mapping[str, Any], *, ks: Sequence[int] = KS)
 
 
 def _place(candidates: Mapping[Grid, Support], right: Grid) -> float:
-    """Returns the rank of the right answer among the candidates, from 0; infinity if it is not among them."""
     return ranked(candidates).index(right) if right in candidates else math.inf
 
 
 def submission(votes: Votes, puzzles: Mapping[str, Any]) -> dict[str, list[dict[str, list[list[int]]]]]:
-    """Returns two attempts per test in the competition's format; a missing attempt is a single cell of color 0."""
+    """Returns two attempts per test, in the competition's format.
+
+    A missing attempt is a single cell of color 0.
+    """
     attempts = {}
     for name, puzzle in puzzles.items():
         tests = [ranked(votes.get((name, as_grid(test["input"])), {}))[:2] for test in puzzle["test"]]
@@ -202,7 +184,7 @@ def submission(votes: Votes, puzzles: Mapping[str, Any]) -> dict[str, list[dict[
 
 
 def as_grid(values: Any) -> Grid:
-    """Converts an array [H, W] or nested lists to nested tuples, which can be compared and hashed."""
+    """Converts an array [H, W] or nested lists to nested tuples, which can be hashed."""
     return tuple(map(tuple, np.asarray(values).tolist()))
 
 

@@ -1,4 +1,4 @@
-"""Reads the CSV files of public benchmarks: one puzzle per line, columns source, question, answer and rating."""
+"""Reads the CSV files of public benchmarks, with one puzzle per row."""
 
 import csv
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,7 @@ Row = Mapping[str, str]
 
 
 def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
-    """Yields (line number, row) of a file.
-
-    Raises:
-      UserError: the file does not exist, or lacks the column question, answer or rating.
-    """
+    """Yields (line number, row) of a file. Raises UserError if a column is missing."""
     try:
         with file.open("r") as stream:
             reader = csv.DictReader(stream)
@@ -30,7 +26,7 @@ def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
 
 
 def rating(row: Row, file: paths.Path, number: int) -> int:
-    """Returns the difficulty rating of a puzzle. Raises UserError if it is not an integer."""
+    """Returns the difficulty rating of a puzzle."""
     try:
         return int(row["rating"])
     except (TypeError, ValueError):

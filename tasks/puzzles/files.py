@@ -1,14 +1,13 @@
 """Reads and validates puzzle datasets on disk, in the format of the tools of TRM (Tiny Recursive Model).
 
-    DIR/identifiers.json                     names of puzzles by id; 0 is "<blank>". Written last: marks completion
+    DIR/identifiers.json                     names of puzzles by id; 0 is "<blank>". Marks a complete dataset
     DIR/{train,test}/dataset.json            `Metadata`
     DIR/{train,test}/all__inputs.npy, all__labels.npy            [E, S] tokens, E examples of S tokens
     DIR/{train,test}/all__puzzle_indices.npy  [P + 1]            puzzle p has examples [p] to [p + 1]
     DIR/{train,test}/all__group_indices.npy   [G + 1]            group g has puzzles [g] to [g + 1]
     DIR/{train,test}/all__puzzle_identifiers.npy  [P]            row of puzzle p in a model's puzzle embedding table
 
-A group is a puzzle with its augmentations; a puzzle has one example or (ARC) several. `read_split` checks that the
-files agree, because a model would train on inconsistent data without an error.
+A group is a puzzle with its augmentations; a puzzle has one example or (ARC) several.
 """
 
 import dataclasses
@@ -43,10 +42,10 @@ class Metadata:
       vocab_size: tokens are 0 to vocab_size - 1.
       seq_len: S, tokens per example.
       num_puzzle_identifiers: rows of the model's puzzle embedding table.
-      total_groups: G, number of groups.
-      mean_puzzle_examples: E / P, examples per puzzle.
-      total_puzzles: P, number of puzzles. Not reliable: TRM's tools write G for Sudoku and mazes.
-      sets: always one, "all".
+      total_groups: G.
+      mean_puzzle_examples: E / P.
+      total_puzzles: P; TRM's tools write G for Sudoku and mazes.
+      sets: one, "all".
     """
 
     pad_id: int = 0
@@ -62,7 +61,7 @@ class Metadata:
 
 
 class Split(NamedTuple):
-    """The arrays of one split (see the module's docstring) and its metadata."""
+    """The arrays of one split, as the module describes them, and its metadata."""
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -78,24 +77,17 @@ class Split(NamedTuple):
 
 
 def total_steps(metadata: Metadata, *, epochs: int, batch_size: int) -> int:
-    """Converts epochs, each of which visits every group once, to optimizer steps, rounded down.
-
-    For example, 50,000 epochs of 1,000 groups in batches of 768 are 65,104 steps if each puzzle has one example.
-    """
+    """Converts epochs, each of which visits every group once, to optimizer steps."""
     return int(epochs * metadata.total_groups * metadata.mean_puzzle_examples / batch_size)
 
 
 def is_dataset(directory: str) -> bool:
-    """Returns whether the directory has the file identifiers.json, which marks a complete dataset."""
+    """Returns whether the folder has a complete dataset."""
     return (paths.resolve(directory) / IDENTIFIERS).exists()
 
 
 def read_metadata(directory: str, split: str) -> Metadata:
-    """Reads dataset.json of one split.
-
-    Raises:
-      UserError: there is no complete dataset, or the file is unreadable, lacks a field or names several sets.
-    """
+    """Reads dataset.json of one split. Raises UserError if the dataset is incomplete."""
     root = paths.resolve(directory)
     if not (root / IDENTIFIERS).exists():
         part = "is missing, so the dataset is incomplete" if root.exists() else "and the folder itself are missing"
@@ -121,16 +113,12 @@ def read_metadata(directory: str, split: str) -> Metadata:
 
 
 def read_identifiers(directory: str) -> list[str]:
-    """Returns the names of puzzles, indexed by id. Raises FileNotFoundError if identifiers.json does not exist."""
+    """Returns the names of puzzles, indexed by id."""
     return json.loads((paths.resolve(directory) / IDENTIFIERS).read_text())
 
 
 def read_split(directory: str, split: str) -> Split:
-    """Reads one split and checks it against the format above; local arrays are memory-mapped.
-
-    Raises:
-      UserError: a file is missing, damaged, or does not fit the others; the message names it.
-    """
+    """Reads one split. Raises UserError if its files are damaged or do not agree."""
     metadata = read_metadata(directory, split)
     folder = paths.resolve(directory) / split
     arrays = {name: _read_array(folder / f"{SET}__{name}.npy") for name in ARRAYS}
@@ -142,15 +130,12 @@ def read_split(directory: str, split: str) -> Split:
 
 
 def read_group_indices(directory: str, split: str) -> np.ndarray:
-    """Reads only group_indices [G + 1] of a split. Raises UserError if the file is missing or damaged."""
+    """Reads only group_indices [G + 1] of a split."""
     return _read_array(paths.resolve(directory) / split / f"{SET}__group_indices.npy")
 
 
 def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the first example's tokens and labels, [S] each, and the number of examples; reads nothing else.
-
-    Raises UserError if a file is no .npy file, and FileNotFoundError if it does not exist.
-    """
+    """Returns the first example's tokens and labels, [S] each, and the number of examples."""
     folder, rows = paths.resolve(directory) / split, []
     for name in ("inputs", "labels"):
         file = folder / f"{SET}__{name}.npy"
@@ -161,13 +146,11 @@ def read_first(directory: str, split: str) -> tuple[np.ndarray, np.ndarray, int]
 
 
 class Cut(NamedTuple):
-    """Selects a part of a split: the first puzzles, and the first augmentations of each.
-
-    One large dataset thus serves experiments on the amount of data.
+    """Selects the first puzzles of a split, and the first augmentations of each.
 
     Attributes:
       puzzles: number of groups; None: all.
-      copies: number of augmentations of each puzzle; None: all.
+      copies: augmentations of each puzzle; None: all.
     """
 
     puzzles: int | None = None
@@ -187,7 +170,7 @@ class Cut(NamedTuple):
         )
 
     def of(self, split: Split) -> Split:
-        """Returns the selected part of a split; inputs and labels are copied unless the part is a prefix of them."""
+        """Returns the selected part of a split."""
         if self == Cut():
             return split
         first, after = (np.asarray(a, np.int64) for a in (split.group_indices[:-1], split.group_indices[1:]))
@@ -222,7 +205,7 @@ def _ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(splits: Iterable[Split]) -> str:
-    """Returns a hash of the metadata, the index arrays, and at most 2,000 examples spread over each split."""
+    """Returns a hash of the metadata, the index arrays, and some of the examples."""
     digest = hashlib.sha256()
     for found in splits:
         digest.update(json.dumps(dataclasses.asdict(found.metadata), sort_keys=True).encode())
@@ -253,10 +236,7 @@ def _read_array(file: paths.Path) -> np.ndarray:
 
 
 def _read_header(file: paths.Path, stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Returns shape, whether the array is in column order, and dtype; leaves the stream at the first value.
-
-    Raises UserError if the file is no .npy file.
-    """
+    """Returns shape, whether the array is in column order, and dtype; leaves the stream at the first value."""
     try:
         version = np.lib.format.read_magic(stream)
         reader = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -322,6 +302,6 @@ def _check_tokens(split: Split, folder: paths.Path) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Returns a value as indented JSON with a final newline; keys of a mapping or dataclass are sorted."""
+    """Returns a mapping, dataclass or other value as indented JSON with a final newline."""
     plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
     return json.dumps(plain, indent=1, sort_keys=isinstance(plain, Mapping)) + "\n"

@@ -24,15 +24,12 @@ class MazeSet:
 
     Attributes:
       size: N, rows and columns, from 5 to 100.
-      num_train: number of training mazes, each a group; None: all different ones of the CSV file.
-      num_test: number of held-out mazes; None: all different ones of the CSV file.
+      num_train: training mazes; None: all different ones of the CSV file.
+      num_test: held-out mazes; None: all different ones of the CSV file.
       min_path: generated shortest paths have more steps than this; None: 110 for 30 x 30, proportional to the area.
       augment: whether training mazes appear in all eight orientations.
-      csv: folder with train.csv and test.csv (columns source, question, answer, rating); "": mazes are generated.
-      seed: seed of the generator, or of the choice from a CSV file.
-
-    Raises:
-      UserError: a number is out of range, or a number of mazes is None without `csv`.
+      csv: folder with train.csv and test.csv; "": mazes are generated.
+      seed: seed of all random choices.
     """
 
     size: int = 30
@@ -62,23 +59,17 @@ class MazeSet:
 
     @property
     def exceeds(self) -> int:
-        """Shortest paths of generated mazes have more steps than this."""
+        """Generated shortest paths have more steps than this."""
         return self.size**2 * 110 // 900 if self.min_path is None else self.min_path
 
     def about(self) -> dict[str, Any]:
-        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
+        """Returns the kind and parameters of the dataset, as JSON values."""
         return {"kind": "maze", **dataclasses.asdict(self), "min_path": None if self.csv else self.exceeds}
 
     def build(self, directory: str, *, report: Callable[[int, int], None] = lambda done, total: None) -> Mapping:
-        """Writes the dataset and returns the content of build.json.
+        """Writes the dataset into an empty or new folder; returns the content of build.json.
 
-        Args:
-          directory: local or gs://; must be empty or not exist.
-          report: called with the number of mazes done and in total.
-
-        Raises:
-          UserError: the directory is not empty or cannot be written, a CSV file is invalid, or there are not enough
-            different mazes.
+        Raises UserError if there are too few different mazes.
         """
         seen: set[bytes] = set()
         done = 0
@@ -124,10 +115,6 @@ class MazeSet:
             yield maze
 
     def _from_csv(self, name: str, key: int, count: int | None, seen: set[bytes]) -> list[Maze]:
-        """Returns `count` random mazes (None: all) of `name`.csv that are not in `seen`, in the file's order.
-
-        Raises UserError if the file has fewer than `count`, or none.
-        """
         file = paths.resolve(self.csv) / f"{name}.csv"
         every = [_parsed(row, f"{file}, line {number}", self.size) for number, row in benchmarks.rows(file)]
         order = np.random.default_rng((self.seed, key)).permutation(len(every)) if count else np.arange(len(every))
@@ -141,7 +128,6 @@ class MazeSet:
 
 
 def _is_new(maze: Maze, seen: set[bytes]) -> bool:
-    """Adds a maze to `seen`; returns False if the maze, or one of its orientations, was already there."""
     before = len(seen)
     seen.add(symmetries.smallest(maze.grid))
     return len(seen) > before
@@ -167,12 +153,12 @@ def _parsed(row: benchmarks.Row, where: str, size: int) -> Maze:
 
 
 def _only(grid: np.ndarray, solved: np.ndarray) -> np.ndarray:
-    """Returns the maze with every open cell that is not on the path replaced by a wall."""
+    """Replaces open cells that are not on the path by walls."""
     return np.where((grid == OPEN) & (solved == OPEN), mazes.WALL, grid)
 
 
 def _rows(grid: np.ndarray, orientations) -> np.ndarray:
-    """Returns a grid in each of A orientations, as [A, N * N]."""
+    """Returns a grid in each of A orientations, [A, N * N]."""
     return np.stack([symmetries.orient(grid, o).ravel() for o in orientations])
 
 

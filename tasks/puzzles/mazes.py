@@ -1,9 +1,8 @@
 """Generates and solves mazes.
 
-A maze starts as a random tree of corridors between rooms on every other cell. Then a few walls between corridors are
-removed, so that there can be more than one path. Among equally short paths, the label is the one that a breadth-first
-search from S finds if it visits neighbors in the order down, left, right, up: a rule that a model can learn. (A rotated
-or mirrored maze keeps its path, which may then break the rule.)
+A maze starts as a random tree of corridors between rooms on every other cell. Then some walls between corridors are
+removed. The label is the shortest path that a breadth-first search from S finds if it visits neighbors in the order
+down, left, right, up.
 
 Tokens: 0 padding (never used), 1 wall "#", 2 open " ", 3 start "S", 4 goal "G", 5 path "o". N rows and columns.
 """
@@ -32,11 +31,10 @@ class Maze(NamedTuple):
 
 
 def search(is_open: np.ndarray, start: Cell) -> tuple[np.ndarray, dict[Cell, Cell]]:
-    """Runs breadth-first search over open cells [N, M], visiting neighbors in the order down, left, right, up.
+    """Runs breadth-first search over open cells [N, M].
 
     Returns:
-      The number of steps from `start`, [N, M], with -1 for unreachable cells; and the predecessor of each reached cell
-        other than `start`.
+      The number of steps from `start`, [N, M], -1 for unreachable cells; and the predecessors of reached cells.
     """
     steps = np.full(is_open.shape, -1)
     steps[start] = 0
@@ -61,11 +59,7 @@ def _cell(place: np.ndarray) -> Cell:
 
 
 def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the maze with a shortest path marked between S and G, and the number of steps of the path.
-
-    Raises:
-      UserError: the maze does not have exactly one S and one G, or no path connects them.
-    """
+    """Returns the maze with a shortest path marked, and the path's number of steps."""
     places = [np.argwhere(grid == token) for token in (START, GOAL)]
     if any(len(found) != 1 for found in places):
         raise UserError(f"a maze has {len(places[0])} S and {len(places[1])} G, expected one of each")
@@ -81,7 +75,10 @@ def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def generate(rng: np.random.Generator, *, size: int, min_path: int) -> Maze | None:
-    """Draws a random maze [N, N], N = size; None if no cell is more than `min_path` steps from the drawn start."""
+    """Draws a random maze [N, N], N = size.
+
+    None if no cell is more than `min_path` steps from the drawn start.
+    """
     is_open = _carved(rng, size)
     walls = np.argwhere(_divides(is_open))
     removed = rng.random(len(walls)) < rng.uniform(0, _MOST_REMOVED)
@@ -98,10 +95,7 @@ def generate(rng: np.random.Generator, *, size: int, min_path: int) -> Maze | No
 
 
 def _carved(rng: np.random.Generator, size: int) -> np.ndarray:
-    """Returns which cells are open, bool [N, N]: a random tree of corridors, grown depth first.
-
-    If N = size is even, the tree has one row and column fewer, and is shifted at random.
-    """
+    """Returns which cells are open, bool [N, N]: a random tree of corridors, grown depth first."""
     rooms = (size + 1) // 2
     is_open = np.zeros((2 * rooms - 1, 2 * rooms - 1), bool)
     way = [_cell(rng.integers(rooms, size=2))]

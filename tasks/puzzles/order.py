@@ -1,18 +1,15 @@
-"""Selects the examples of each batch, as indices into a split: endlessly and shuffled, or each example once in order.
+"""Selects the examples of each batch: shuffled without end, or each example once in order.
 
 The shuffled order is drawn in iterations. Iteration i (from 1) draws from Philox(seed + i): first `epochs` permutations
-of the groups, then one puzzle for each visit of a group. So an epoch visits each group once, whatever the number of
-augmentations; any host can compute the whole order; and a position is a few numbers.
+of the groups, then one puzzle for each visit of a group.
 
     Philox(seed + i)    groups  2 0 1 | 1 2 0     2 epochs of 3 groups
                         puzzles 7 1 4   3 8 0     one puzzle of each visited group
 
-A puzzle with several examples (ARC) contributes as many of them as the batch has room for, without repetition. They are
-drawn from a separate generator for each batch, keyed by (seed, iteration, visit), so that they do not change the other
-draws. Examples at the end of an iteration that do not fill a batch are dropped. This order is not a seqio task, because
-seqio shuffles examples through a buffer and has no groups.
+A puzzle with several examples (ARC) contributes as many of them as the batch has room for, without repetition, drawn
+from a separate generator for each batch. Examples at the end of an iteration that do not fill a batch are dropped.
 
-B: rows per batch. E: examples. P: puzzles. G: groups.
+B: rows per batch.
 """
 
 import json
@@ -44,7 +41,7 @@ class Picked(NamedTuple):
 
 
 def epochs_per_iteration(split: Split, *, batch_size: int) -> int:
-    """Returns a number of epochs for which an iteration drops at most 0.1% of its examples, unless memory limits it."""
+    """Returns enough epochs for 1,000 batches per iteration, unless memory limits it."""
     groups = len(split.group_indices) - 1
     enough = -(-_BATCHES_PER_ITERATION * batch_size // max(1, groups))
     return max(1, min(enough, _LONGEST_ORDER // max(1, groups)), -(-batch_size // max(1, groups)))
@@ -56,14 +53,7 @@ class Shuffled:
     def __init__(self, split: Split, *, batch_size: int, seed: int, epochs: int | None = None):
         """Starts at the first iteration.
 
-        Args:
-          split: the examples.
-          batch_size: B.
-          seed: seed of the order.
-          epochs: permutations per iteration; None: `epochs_per_iteration`.
-
-        Raises:
-          UserError: an iteration could have fewer than B examples.
+        `epochs` is the number of permutations per iteration; None: `epochs_per_iteration`.
         """
         self._batch_size, self._seed = batch_size, seed
         self._groups, self._puzzles = np.array(split.group_indices), np.array(split.puzzle_indices)
@@ -79,13 +69,12 @@ class Shuffled:
         self._start(1)
 
     def __next__(self) -> Picked:
-        """Returns the next batch."""
         while (picked := self._pick()) is None:
             self._start(self._iteration + 1)
         return picked
 
     def state(self) -> bytes:
-        """Returns the position: iteration, visit, and the state of the generator."""
+        """Returns the position."""
         generator = _plain(self._rng.bit_generator.state)
         return json.dumps({"iteration": self._iteration, "visit": self._visit, "generator": generator}).encode()
 
@@ -107,11 +96,9 @@ class Shuffled:
         self._order = np.concatenate([self._rng.permutation(self._num_groups) for _ in range(self._epochs)])
 
     def _pick(self) -> Picked | None:
-        """Returns the next batch, or None at the end of the iteration."""
         return self._pick_single() if self._single else self._pick_several()
 
     def _pick_single(self) -> Picked | None:
-        """Picks a batch if every puzzle has one example: vectorized, and with the same draws as `_pick_several`."""
         groups = self._order[self._visit : self._visit + self._batch_size]
         if len(groups) < self._batch_size:
             return None
@@ -136,10 +123,10 @@ class Shuffled:
 
 
 class InOrder:
-    """Yields every selected example once, in ascending order, for evaluation; FILLER rows fill the last batch."""
+    """Yields each selected example once, in ascending order; FILLER rows fill the last batch."""
 
     def __init__(self, split: Split, *, batch_size: int, subset: int | None = None, seed: int = 0):
-        """Selects the examples: `subset` of them, drawn with `seed`; all if `subset` is None or larger."""
+        """Selects `subset` examples, drawn with `seed`; None: all."""
         count = split.num_examples
         chosen = np.arange(count)
         if subset is not None and subset < count:
@@ -151,14 +138,13 @@ class InOrder:
         self._next = 0
 
     def __next__(self) -> Picked:
-        """Returns the next batch. Raises StopIteration after the last."""
         if self._next == len(self._examples):
             raise StopIteration
         self._next += 1
         return Picked(self._examples[self._next - 1], self._puzzles[self._next - 1])
 
     def state(self) -> bytes:
-        """Returns the position: the number of batches read."""
+        """Returns the position."""
         return json.dumps({"batches": self._next}).encode()
 
     def restore(self, state: bytes) -> None:
@@ -167,7 +153,6 @@ class InOrder:
 
 
 def _plain(value: Any) -> Any:
-    """Converts the state of a generator to JSON values; arrays become {"uint64": [...]}."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, np.ndarray):

@@ -25,11 +25,11 @@ class RandomGrids:
     num_test: int = 8
 
     def about(self) -> dict[str, Any]:
-        """Returns the kind and the fields of this dataset, as a dict of JSON values."""
+        """Returns the kind and parameters of the dataset, as JSON values."""
         return {"kind": "random grids", **dataclasses.asdict(self)}
 
     def build(self, directory: str) -> Mapping[str, Any]:
-        """Writes the dataset and returns the content of its build.json. Raises UserError as `writing.dataset`."""
+        """Writes the dataset and returns the content of its build.json."""
         rng = np.random.default_rng(0)
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
             for split, count in ((out.train, self.num_train), (out.test, self.num_test)):

@@ -1,10 +1,5 @@
 """Generates Sudoku puzzles, applies symmetries, and detects symmetric copies.
 
-Two puzzles are copies if a symmetry turns one into the other: permuting digits, rows, columns, bands or stacks, and
-transposing if boxes are square. A model trained with these symmetries may have seen any copy of a training puzzle, so
-no held-out puzzle may be one. `signatures` gives all copies of a puzzle the same number. Different signatures prove
-that two puzzles are not copies; equal signatures only suggest that they are.
-
 N: digits. C = N * N: cells. n: puzzles. A grid is [C], 0 for blank.
 """
 
@@ -27,7 +22,7 @@ class Puzzle(NamedTuple):
     Attributes:
       grid: [C], 0 for blank.
       solution: [C].
-      rating: difficulty, as backtracks of `sudoku_solver.solve`, or the rating in a CSV file.
+      rating: difficulty, from `rate` or a CSV file.
     """
 
     grid: np.ndarray
@@ -37,18 +32,17 @@ class Puzzle(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Symmetry:
-    """A symmetry of Sudoku: maps a grid to `digits[grid[cells]]`, puzzles to puzzles and solutions to solutions."""
+    """A symmetry of Sudoku: maps a grid to `digits[grid[cells]]`."""
 
     cells: np.ndarray  # [C]
     digits: np.ndarray  # [N + 1], 0 stays 0
 
     def __call__(self, grid: np.ndarray) -> np.ndarray:
-        """Returns the image [C] of a grid [C]."""
         return self.digits[grid[self.cells]]
 
 
 def random_symmetry(rng: np.random.Generator, *, size: int) -> Symmetry:
-    """Draws a symmetry uniformly; boxes of 2 x 3 cannot be transposed."""
+    """Draws a random symmetry."""
     rows, columns = BOXES[size]
     digits = np.concatenate([[0], 1 + rng.permutation(size)]).astype(np.uint8)
     transposed = rows == columns and rng.random() < 0.5
@@ -57,7 +51,7 @@ def random_symmetry(rng: np.random.Generator, *, size: int) -> Symmetry:
 
 
 def _lines(rng: np.random.Generator, size: int, together: int) -> np.ndarray:
-    """Returns a random order [N] of rows (or columns): permutes bands of `together` lines, and lines in each band."""
+    """Returns a random order [N] of rows or columns that keeps bands of `together` lines together."""
     bands = rng.permutation(size // together)
     return np.concatenate([band * together + rng.permutation(together) for band in bands])
 
@@ -66,15 +60,8 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
     """Generates a puzzle with exactly one solution.
 
     Clues are removed from a solved grid in random order, except those without which there would be a second solution.
-    This stops at a number of clues drawn uniformly from `clues`, or at more if no other clue can be removed.
-
-    Args:
-      rng: source of randomness.
-      size: rows and columns of the grid: 4, 6 or 9.
-      clues: minimum and maximum of the number drawn; None: `CLUES[size]`.
-
-    Raises:
-      UserError: the size is not 4, 6 or 9.
+    This stops at a number of clues drawn from `clues` (minimum, maximum; None: `CLUES[size]`), or at more if no other
+    clue can be removed.
     """
     solution = _solved(rng, size)
     low, high = clues or CLUES[size]
@@ -91,10 +78,7 @@ def generate(rng: np.random.Generator, *, size: int, clues: tuple[int, int] | No
 
 
 def rate(grid: Sequence[int], *, size: int) -> int:
-    """Returns the difficulty of a puzzle: the number of backtracks of a complete search (`sudoku_solver.solve`).
-
-    Raises UserError if the size is not 4, 6 or 9.
-    """
+    """Returns the difficulty of a puzzle: the backtracks of `sudoku_solver.solve`."""
     return sudoku_solver.solve(grid, size=size)[1]
 
 
@@ -107,7 +91,6 @@ def _solved(rng: np.random.Generator, size: int) -> list[int]:
 
 
 def _may_go(grid: list[int], cell: int, size: int) -> bool:
-    """Returns whether the solution stays unique without this clue: no solution has another digit in the cell."""
     of = sudoku_solver.shape(size)
     without = [*grid]
     without[cell] = 0
@@ -117,11 +100,10 @@ def _may_go(grid: list[int], cell: int, size: int) -> bool:
 
 
 def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
-    """Returns a number for each grid, uint64 [n], given grids [n, C]; symmetric copies have equal numbers.
+    """Returns a number for each grid [n, C], uint64 [n]; symmetric copies have equal numbers.
 
     This is color refinement: each round recomputes the color of a cell from its color and the sums of the colors in its
-    row, column and box and of the clues with its digit. These depend neither on the names of digits nor on any order.
-    The signature is the sum of all colors. If boxes are square, rows and columns are treated alike.
+    row, column and box and of the clues with its digit.
     """
     rows, columns = BOXES[size]
     given = grids.reshape(-1, size, size).astype(np.int64)  # [n, N, N]
@@ -138,7 +120,7 @@ def signatures(grids: np.ndarray, *, size: int) -> np.ndarray:
 
 
 def _sum_by_digit(colors: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """Returns, at each clue, the sum of the colors of all clues with its digit, [n, N, N]; 0 at blanks."""
+    """Returns, at each clue, the sum of the colors of clues with its digit, [n, N, N]."""
     total = np.zeros_like(colors)
     for digit in range(1, colors.shape[1] + 1):
         here = given == digit
@@ -147,7 +129,7 @@ def _sum_by_digit(colors: np.ndarray, given: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Hashes 64-bit integers bijectively (splitmix64, Steele et al. 2014)."""
+    """Hashes 64-bit integers (splitmix64, Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,8 @@
 """Builds a Sudoku dataset, generated or from the two CSV files of the public benchmark (Sudoku-Extreme).
 
-The held-out puzzles are chosen first, and no training puzzle may have the same signature as one of them
-(`sudoku_puzzles.signatures`), so that no held-out puzzle is a symmetric copy of a training puzzle.
+No training puzzle has the signature (`sudoku_puzzles.signatures`) of a held-out puzzle.
 
-Tokens: 0 padding (never used), 1 blank, digit + 1. Every puzzle has identifier 0.
+Tokens: 0 padding (never used), 1 blank, digit + 1.
 """
 
 import dataclasses
@@ -31,17 +30,13 @@ class SudokuSet:
 
     Attributes:
       size: 4, 6 or 9.
-      num_train: number of training puzzles, each a group.
-      num_test: number of held-out puzzles; None: all of the CSV file with a sufficient rating.
-      num_aug: number of symmetric copies added to each training puzzle.
-      clues: minimum and maximum of the number of clues that `sudoku_puzzles.generate` aims at; None: a default for each
-        size.
-      csv: folder with train.csv and test.csv (columns source, question, answer, rating); "": puzzles are generated.
-      min_rating: puzzles with a lower difficulty (`sudoku_puzzles.Puzzle.rating`) are left out.
-      seed: seed of the generator, of the choice from CSV files, and of the symmetric copies.
-
-    Raises:
-      UserError: a number is out of range, `num_test` is None without `csv`, or `size` is not 9 with `csv`.
+      num_train: training puzzles.
+      num_test: held-out puzzles; None: all of the CSV file with a sufficient rating.
+      num_aug: symmetric copies added to each training puzzle.
+      clues: minimum and maximum of the number of clues aimed at; None: by size.
+      csv: folder with train.csv and test.csv; "": puzzles are generated.
+      min_rating: puzzles with a lower difficulty are left out.
+      seed: seed of all random choices.
     """
 
     size: int
@@ -77,20 +72,16 @@ class SudokuSet:
         return self.size**2
 
     def about(self) -> dict[str, Any]:
-        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
+        """Returns the kind and parameters of the dataset, as JSON values."""
         clues = None if self.csv else list(self.clues or CLUES[self.size])
         return {"kind": "sudoku", **dataclasses.asdict(self), "clues": clues}
 
     def build(self, directory: str, *, report: Report = lambda done, total: None) -> Mapping[str, Any]:
-        """Writes the dataset and returns the content of build.json.
+        """Writes the dataset into an empty or new folder; returns the content of build.json.
 
-        Args:
-          directory: local or gs://; must be empty or not exist.
-          report: called with the number of steps done and in total; the total is None while CSV files are read.
+        `report` is called with the steps done and their total, which is None while CSV files are read.
 
-        Raises:
-          UserError: the directory is not empty or cannot be written, a CSV file is invalid, or there are not enough
-            different puzzles.
+        Raises UserError if there are too few different puzzles.
         """
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
             found = 0 if self.csv else (self.num_test or 0) + self.num_train
@@ -106,7 +97,7 @@ class SudokuSet:
         return out.extra[writing.BUILD]
 
     def draw(self, tokens: np.ndarray) -> str:
-        """Renders tokens [C] as text: digits, and dots for blanks, with spaces between boxes."""
+        """Renders tokens [C] as text: digits, and dots for blanks."""
         rows, columns = shape(self.size).box
         lines = []
         for y, row in enumerate(np.asarray(tokens).reshape(self.size, self.size).tolist()):
@@ -119,7 +110,7 @@ class SudokuSet:
         return np.random.default_rng((self.seed, *key))
 
     def _group(self, puzzle: Puzzle, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the grids, and the solutions, of a puzzle and its copies, each [1 + num_aug, C]."""
+        """Returns the grids and the solutions of a puzzle and its copies, each [1 + num_aug, C]."""
         rng = self._rng(_AUGMENT, number)
         copies = [sudoku_puzzles.random_symmetry(rng, size=self.size) for _ in range(self.num_aug)]
         grids = [puzzle.grid, *(symmetry(puzzle.grid) for symmetry in copies)]
@@ -138,13 +129,7 @@ class SudokuSet:
     def _generated(
         self, rng: np.random.Generator, count: int, *, taken: set[int], report: Callable[[int], None]
     ) -> list[Puzzle]:
-        """Returns `count` different puzzles with a rating of at least `min_rating` and signatures not in `taken`.
-
-        If `taken` is empty (for held-out puzzles), their signatures also differ from one another.
-
-        Raises:
-          UserError: not enough of them were found.
-        """
+        """Returns `count` puzzles with signatures not in `taken`; if that is empty, with different signatures."""
         found: dict[Any, Puzzle] = {}
         is_test, failed = not taken, 0
         while failed < _FAILED_DRAWS * (100 + len(found)):
@@ -172,13 +157,6 @@ class SudokuSet:
     def _from_csv(
         self, split: str, count: int | None, *, taken: np.ndarray, report: Callable[[int], None]
     ) -> list[Puzzle]:
-        """Returns `count` random puzzles (None: all) of a CSV file with signatures not in `taken`.
-
-        The file is read twice: lines of at least `min_rating` are selected, then some more than `count` are parsed.
-
-        Raises:
-          UserError: a parsed line is invalid, or too few of the parsed lines have new signatures.
-        """
         file = paths.resolve(self.csv) / f"{split}.csv"
 
         def lines() -> Iterator[tuple[int, benchmarks.Row]]:
@@ -209,7 +187,6 @@ _HELD_OUT = {
 
 
 def _signed(puzzles: list[Puzzle], size: int) -> np.ndarray:
-    """Returns the signatures [n] of puzzles."""
     parts = [puzzles[i : i + _SIGNED_AT_ONCE] for i in range(0, len(puzzles), _SIGNED_AT_ONCE)]
     signed = [sudoku_puzzles.signatures(np.stack([p.grid for p in part]), size=size) for part in parts]
     return np.concatenate([np.zeros(0, np.uint64), *signed])
@@ -238,10 +215,7 @@ def _parsed(row: Mapping[str, str], file: paths.Path, number: int) -> Puzzle:
 
 
 def is_solved(grid: np.ndarray, *, size: int) -> bool:
-    """Returns whether every row, column and box of a grid [C] has every digit once.
-
-    Raises UserError if the size is not 4, 6 or 9.
-    """
+    """Returns whether every row, column and box of a grid [C] has every digit once."""
     cells = np.asarray(grid)
     units = ([c for c in range(size**2) if unit >> c & 1] for unit in shape(size).units)
     return all(sorted(cells[unit].tolist()) == list(range(1, size + 1)) for unit in units)

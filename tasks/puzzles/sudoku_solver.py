@@ -1,10 +1,8 @@
-"""Solves Sudoku with bit masks, and counts the backtracks of a search that proves the solution unique.
+"""Solves Sudoku with bit masks, and counts the backtracks of the search.
 
 The state of a grid is one integer per digit (`places`), whose bit c is set if the digit is still a candidate of cell c.
-Filling all cells with one candidate, or all units with one place for a digit, then takes a few operations on the whole
-grid, so plain Python proves a 6x6 puzzle unique in a fraction of a millisecond.
 
-N: digits and rows. C = N * N: cells. A box has `box_rows` x `box_columns` cells, with box_rows * box_columns = N.
+N: digits and rows. C = N * N: cells.
 """
 
 import dataclasses
@@ -45,11 +43,7 @@ class Shape:
 
 @functools.cache
 def shape(size: int) -> Shape:
-    """Returns the structure of grids of one size.
-
-    Raises:
-      UserError: the size is not 4, 6 or 9.
-    """
+    """Returns the structure of grids of one size."""
     if size not in BOXES:
         raise UserError(f"sudoku: size is {size!r}, expected one of {', '.join(map(str, BOXES))}")
     row, column = np.divmod(np.arange(size**2), size)
@@ -64,12 +58,12 @@ def shape(size: int) -> Shape:
 class Search:
     """A depth-first search for the solutions of one grid.
 
-    It fills cells that have one candidate and units that have one place for a digit. If neither exists, it takes the
-    first cell with the fewest candidates, and tries them in ascending order unless `shuffled` is given.
+    It fills cells that have one candidate and units that have one place for a digit. If neither exists, it tries the
+    candidates of the first cell with the fewest.
 
     Attributes:
       solutions: the solutions found, each with one bit mask per digit.
-      backtracks: number of candidates tried that led to no solution.
+      backtracks: candidates tried that led to no solution.
     """
 
     def __init__(self, of: Shape, *, at_most: int, shuffled: np.random.Generator | None = None):
@@ -81,14 +75,9 @@ class Search:
         self._all = (1 << of.cells) - 1
 
     def run(self, places: list[int], placed: int = 0) -> bool:
-        """Searches for solutions, and appends them to `solutions`.
+        """Searches for solutions, appends them to `solutions`, and returns whether one was found.
 
-        Args:
-          places: per digit, the bit mask of its candidate cells.
-          placed: bit mask of the cells that are already filled.
-
-        Returns:
-          Whether a solution was found.
+        `places` has the bit mask of candidate cells of each digit; `placed` is that of filled cells.
         """
         places = list(places)
         placed = self._fill(places, placed)
@@ -129,11 +118,7 @@ class Search:
             placed |= self._place(places, new)
 
     def _only_places(self, places: list[int], placed: int) -> int:
-        """Reduces each cell that is the only place of a digit in a unit to that digit.
-
-        Returns:
-          The mask of these cells; -1 if a digit has no place in a unit.
-        """
+        """Reduces cells that are a digit's only place in a unit; returns their mask, or -1 at a contradiction."""
         new = 0
         for digit, p in enumerate(places):
             for unit in self._shape.units:
@@ -148,7 +133,6 @@ class Search:
         return new
 
     def _place(self, places: list[int], new: int) -> int:
-        """Removes the digits of the newly filled cells `new` from the candidates of their peers; returns `new`."""
         for digit, p in enumerate(places):
             left = p & new
             while left:
@@ -158,7 +142,7 @@ class Search:
         return new
 
     def _narrowest(self, places: list[int], placed: int) -> int:
-        """Returns the bit mask of one unfilled cell: the first of those with the fewest candidates."""
+        """Returns the bit mask of the first unfilled cell with the fewest candidates."""
         at_least = [self._all & ~placed] + [0] * len(places)  # [k]: the unfilled cells with k candidates or more
         for p in places:
             for k in range(len(places), 0, -1):
@@ -168,7 +152,7 @@ class Search:
 
 
 def places_of(grid: Sequence[int], of: Shape) -> list[int]:
-    """Returns, per digit, the bit mask of its candidate cells, from a grid [C] of digits 1 to N and 0 for blank."""
+    """Returns, per digit, the bit mask of its candidate cells; 0 in a grid [C] is blank."""
     every = (1 << of.cells) - 1
     given = [0] * of.size
     for cell, digit in enumerate(grid):
@@ -186,10 +170,7 @@ def grid_of(places: Sequence[int], of: Shape) -> list[int]:
 def solve(grid: Sequence[int], *, size: int, at_most: int = 2) -> tuple[list[list[int]], int]:
     """Returns up to `at_most` solutions of a grid [C], and the number of backtracks.
 
-    With `at_most=2`, finding one solution proves that it is unique, and the backtracks are the puzzle's rating: the
-    number of candidates tried without success in the complete search.
-
-    Raises UserError if the size is not 4, 6 or 9.
+    With `at_most` = 2, a single returned solution is the only one.
     """
     search = Search(shape(size), at_most=at_most)
     search.run(places_of(grid, search._shape))

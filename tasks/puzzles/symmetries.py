@@ -26,6 +26,6 @@ def restore(grid: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def smallest(grid: np.ndarray) -> bytes:
-    """Returns the canonical form of a grid: equal for all its orientations, and different for all other grids."""
+    """Returns a canonical form of a grid, equal for all its orientations."""
     images = (np.ascontiguousarray(orient(grid, o)) for o in ORIENTATIONS)
     return min(bytes(image.shape) + image.tobytes() for image in images)

@@ -1,7 +1,4 @@
-"""The puzzle task: reads batches from a dataset on disk, or from one that the run builds before its first step.
-
-The whole global batch is one stream (`tasks.streams`), a pure function of the dataset, the seed and a position. Any
-number of hosts therefore reads the same batches, and one host saves the position for all.
+"""The puzzle task: reads batches from a dataset in a folder, which the run may build first.
 
 B: rows. S: tokens per puzzle.
 """
@@ -49,7 +46,7 @@ class Recipe(Protocol):
         """Number of training puzzles; None: all."""
 
     def about(self) -> dict[str, Any]:
-        """Returns the kind of dataset and its parameters, as a dict of JSON values."""
+        """Returns the kind and parameters of the dataset, as JSON values."""
 
     def build(self, directory: str) -> Mapping[str, Any]:
         """Writes the dataset and returns the content of its build.json."""
@@ -59,7 +56,7 @@ class Stored:
     """An existing dataset in a folder.
 
     Attributes:
-      directory: the folder, local or gs://; "" if it is not set.
+      directory: local or gs://; "" if it is not set.
       asked: the requested numbers of training puzzles, and of copies of each; None: all.
     """
 
@@ -68,15 +65,12 @@ class Stored:
         self._splits: dict[str, Split] = {}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Reads the dataset. Raises UserError if it is damaged, empty, or smaller than requested."""
+        """Reads the dataset. Raises UserError if it is damaged or smaller than requested."""
         if not all(self.split(split).num_examples for split in files.SPLITS):
             raise UserError(_EMPTY.format(self.directory))
 
     def split(self, name: str) -> Split:
-        """Returns one split, which the first call reads.
-
-        Raises UserError if a file breaks a rule of the format, or there are fewer puzzles or copies than requested.
-        """
+        """Returns one split."""
         if name not in self._splits:
             found = files.read_split(self.directory, name)
             if name == "train":
@@ -85,10 +79,7 @@ class Stored:
         return self._splits[name]
 
     def problems(self) -> list[str]:
-        """Returns the problems found in the metadata and, if only a part is requested, in group_indices.
-
-        A dataset on gs:// is not checked.
-        """
+        """Returns the problems found in the metadata; a dataset on gs:// is not checked."""
         if not self.directory:
             return ["DATA is not set: bind it to a folder of puzzles written by launch/run make-dataset"]
         if paths.is_remote(self.directory):
@@ -107,7 +98,7 @@ class Stored:
         return (self.directory,) if self.directory else ()
 
     def rehearsal(self) -> Stored | None:
-        """Returns the dataset for a smoke run: itself, or None if `problems` finds any."""
+        """Returns the dataset for a smoke run: itself, or None if it has problems."""
         return None if self.problems() else self
 
     def describe(self) -> str:
@@ -126,7 +117,7 @@ class Stored:
 
 
 class Built(Stored):
-    """A dataset that host 0 builds if it does not exist, in a named folder or in the run directory.
+    """A dataset that host 0 builds if it does not exist.
 
     Attributes:
       recipe: the parameters of the dataset.
@@ -140,9 +131,7 @@ class Built(Stored):
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Builds the dataset on host 0 if it does not exist, and reads it on every host.
 
-        Raises:
-          UserError: the folder has other puzzles, this host cannot see the dataset that host 0 built, or the recipe's
-            `build` fails.
+        Raises UserError if the folder has other puzzles.
         """
         self.directory = self._named or f"{run_dir}/puzzles"
         self._splits = {}
@@ -160,7 +149,6 @@ class Built(Stored):
         super().prepare(run_dir, is_host_zero=is_host_zero)
 
     def problems(self) -> list[str]:
-        """Returns a problem if the named local folder has other puzzles."""
         if not self._named or paths.is_remote(self._named) or not files.is_dataset(self._named):
             return []
         different = self._differences()
@@ -170,21 +158,17 @@ class Built(Stored):
         return [Problem(said, file=self._named, fix="name another directory")]
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns the folder if the user named one."""
         return (self._named,) if self._named else ()
 
     def rehearsal(self) -> Built:
-        """Returns a small dataset of the same kind for a smoke run: at most 8 puzzles per split, with their copies."""
         few = {name: min(8, getattr(self.recipe, name) or 8) for name in ("num_train", "num_test")}
         recipe: Any = self.recipe
         return Built(dataclasses.replace(recipe, **few))
 
     def describe(self) -> str:
-        """Returns a short description for the run summary."""
         return "puzzles: " + ", ".join(f"{k} {v}" for k, v in self.recipe.about().items() if v not in (None, ""))
 
     def fingerprint(self) -> str:
-        """Returns a hash of the content; before `prepare`, the recipe's parameters as JSON text."""
         return super().fingerprint() if self.directory else json.dumps(self.recipe.about(), sort_keys=True)
 
     def _part(self, split: Split) -> Split:
@@ -207,9 +191,9 @@ class PuzzleTask:
       source: the dataset.
       length: S, tokens per puzzle.
       vocab_size: tokens are 0 to vocab_size - 1.
-      epochs_per_iteration: see `order.Shuffled`.
-      eval_puzzles: number of held-out examples in an evaluation, drawn once with `eval_seed`; None: all.
-      eval_seed: seed that selects the held-out examples.
+      epochs_per_iteration: epochs shuffled together; None: chosen automatically.
+      eval_puzzles: held-out examples in an evaluation; None: all.
+      eval_seed: seed that selects them.
     """
 
     source: Stored
@@ -221,12 +205,12 @@ class PuzzleTask:
 
     @property
     def num_streams(self) -> int:
-        """Always 1: the global batch is one stream."""
+        """The global batch is one stream."""
         return 1
 
     @property
     def vocabulary(self) -> vocabularies.Numbers:
-        """A vocabulary that formats tokens as decimal numbers."""
+        """Formats tokens as decimal numbers."""
         return vocabularies.Numbers(self.vocab_size)
 
     @property
@@ -236,11 +220,11 @@ class PuzzleTask:
 
     @property
     def num_puzzles(self) -> int:
-        """Rows that the model's puzzle embedding table needs. Raises UserError before the dataset exists."""
+        """Rows that the model's puzzle embedding table needs."""
         return self.source.split("train").metadata.num_puzzle_identifiers
 
     def model_problems(self, model: Model, *, prepared: bool) -> list[str]:
-        """Returns a problem if the model's puzzle embedding table has too few rows, which is known after `prepare`."""
+        """Returns a problem if the model's puzzle embedding table has too few rows."""
         if not (prepared and can(model, _HasPuzzles)) or model.num_puzzles >= self.num_puzzles:
             return []
         return [
@@ -249,22 +233,19 @@ class PuzzleTask:
         ]
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch. Raises UserError if the batch size is below 1."""
+        """Returns the fields of a global batch."""
         streams.rows_per_stream(batch_size, num_streams=1)
         tokens = Field((batch_size, self.length), np.int32, ("batch", "length"))
         return {"inputs": tokens, "labels": tokens, "puzzle_ids": Field((batch_size,), np.int32, ("batch",))}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Builds (on host 0) and reads the dataset. Raises UserError if it is damaged or does not fit the task."""
+        """Reads the dataset, which host 0 builds if necessary."""
         self.source.prepare(run_dir, is_host_zero=is_host_zero)
         if problems := self._misfits({name: self.source.split(name).metadata for name in files.SPLITS}):
             raise UserError("\n".join(problems))
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of batches.
-
-        Raises UserError if the dataset is damaged or an iteration could have less than one batch.
-        """
+        """Returns an endless iterator of batches."""
         split = self.source.split("train")
 
         def visits(rows: int) -> order.Shuffled:
@@ -273,12 +254,7 @@ class PuzzleTask:
         return self._batches(layout, split, visits, {"split": "train", "seed": seed})
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out example, or each of a fixed subset, once.
-
-        Rows that only fill the last batch are not scored.
-
-        Raises UserError if the dataset is damaged.
-        """
+        """Returns batches with each selected held-out example once."""
         split = self.source.split("test")
 
         def visits(rows: int) -> order.InOrder:
@@ -287,11 +263,7 @@ class PuzzleTask:
         return self._batches(layout, split, visits, {"split": "test", "seed": self.eval_seed})
 
     def evaluated_on(self, most: int | None = None) -> str:
-        """Describes which held-out puzzles an evaluation scores.
-
-        Args:
-          most: the largest number of rows (EVAL_BATCHES x BATCH_SIZE); None: no limit.
-        """
+        """Describes which held-out puzzles an evaluation of at most `most` rows (None: all) scores."""
         count = self.source.split("test").num_examples
         drawn = count if self.eval_puzzles is None else min(self.eval_puzzles, count)
         taken = drawn if most is None else min(most, drawn)
@@ -306,15 +278,11 @@ class PuzzleTask:
         return f"{drawn:,} of {count:,} held-out puzzles, drawn with seed {self.eval_seed}"
 
     def evaluating(self, rows: int | None) -> PuzzleTask:
-        """Returns a copy whose evaluations have `rows` held-out examples, drawn once; None: all."""
+        """Returns a copy whose evaluations have `rows` held-out examples; None: all."""
         return dataclasses.replace(self, eval_puzzles=rows)
 
     def judge(self) -> arc_voting.Judge | None:
-        """Returns the judge that scores answers by voting if this is an existing ARC dataset; otherwise None.
-
-        Raises:
-          UserError: its file test_puzzles.json is damaged or empty, or the dataset is incomplete.
-        """
+        """Returns the judge that scores answers by voting; None if this is no ARC dataset."""
         return arc_voting.read_judge(self.source.directory) if self.source.directory else None
 
     def problems(self) -> list[str]:
@@ -325,15 +293,11 @@ class PuzzleTask:
         return self._misfits({name: files.read_metadata(directory, name) for name in files.SPLITS})
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns the folder that the user named, if any, for messages about files that cannot be read."""
+        """Returns the folder that the user named, if any."""
         return self.source.named_files()
 
     def rehearsal(self) -> PuzzleTask:
-        """Returns a task of the same shapes for smoke runs, with at most 8 puzzles in an evaluation.
-
-        It reads this dataset if that is in a folder, or a small one of the same kind if the run would build it. If the
-        folder has no valid dataset, puzzles are random grids.
-        """
+        """Returns a task of the same shapes for smoke runs."""
         source = self.source.rehearsal() or Built(
             random_grids.RandomGrids(seq_len=self.length, vocab_size=self.vocab_size)
         )
@@ -344,11 +308,10 @@ class PuzzleTask:
         return f"{self.source.describe()}; length {self.length}"
 
     def fingerprint(self) -> str:
-        """Returns a hash, equal on all hosts that read the same data."""
+        """Returns a text that is equal on all hosts that read the same data."""
         return self.source.fingerprint()
 
     def _misfits(self, of: Mapping[str, files.Metadata]) -> list[str]:
-        """Returns a problem for each split whose length or vocabulary size differs from the task's."""
         found = []
         for split, meta in of.items():
             wanted = [("seq_len", "length", meta.seq_len, self.length)]

@@ -1,8 +1,4 @@
-"""Writes a puzzle dataset whose files appear together (`tasks.whole_folder`).
-
-Arrays are appended on disk group by group, so a dataset may be larger than memory. The same examples give the same
-bytes.
-"""
+"""Writes a puzzle dataset, whose arrays may be larger than memory."""
 
 import contextlib
 import json
@@ -29,7 +25,7 @@ class ArrayFile:
         self._stream.write(b"\0" * _HEADER_BYTES)
 
     def append(self, values: np.ndarray) -> None:
-        """Appends n rows, an array [n, …] whose other dimensions are those of `row`."""
+        """Appends rows, an array [n, *row]."""
         values = np.ascontiguousarray(values, self._dtype)
         assert values.shape[1:] == self._row, (values.shape, self._row)
         self._stream.write(values.tobytes())
@@ -73,10 +69,9 @@ class SplitWriter:
         """Adds a puzzle with its augmentations.
 
         Args:
-          inputs: [E, S] tokens.
-          labels: [E, S] tokens.
-          puzzle_sizes: number of examples of each puzzle; default: 1 each.
-          identifiers: identifier of each puzzle; default: 0.
+          inputs, labels: [E, S] tokens.
+          puzzle_sizes: number of examples of each puzzle; None: 1 each.
+          identifiers: identifier of each puzzle; None: 0.
         """
         sizes = np.ones(len(inputs), np.int64) if puzzle_sizes is None else np.asarray(puzzle_sizes)
         assert sizes.sum() == len(inputs) == len(labels)
@@ -105,17 +100,12 @@ class SplitWriter:
 
 
 class DatasetWriter:
-    """Writes the files of a dataset into a folder, complete after `close`; `dataset` makes and closes a writer.
-
-    Args:
-      folder: an existing, empty folder.
-      vocab_size: tokens are 0 to vocab_size - 1.
-      seq_len: tokens per example.
+    """Writes the files of a dataset into an existing, empty folder, complete after `close`.
 
     Attributes:
       train, test: the writers of the splits.
       identifiers: names of puzzles by id; callers append to it.
-      extra: content of further JSON files by file name.
+      extra: further JSON values by file name.
     """
 
     def __init__(self, folder: pathlib.Path, *, vocab_size: int, seq_len: int):
@@ -125,7 +115,7 @@ class DatasetWriter:
         self.extra: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Closes every file; identifiers.json, which marks a complete dataset, is written last."""
+        """Closes the files, and writes identifiers.json, which marks a complete dataset, last."""
         for split in (self.train, self.test):
             split.close(vocab_size=self._vocab_size, seq_len=self._seq_len, num_identifiers=len(self.identifiers))
         for name, value in self.extra.items():
@@ -134,7 +124,7 @@ class DatasetWriter:
 
 
 def check_numbers(where: str, *, least: int = 1, **numbers: int | None) -> None:
-    """Raises UserError unless each number is None or an integer of at least `least`; `where` names the setting."""
+    """Raises UserError unless each number is None or an integer of at least `least`."""
     for name, value in numbers.items():
         if value is not None:
             check_integer(value, where=f"{where}: {name}", least=least)
@@ -142,16 +132,13 @@ def check_numbers(where: str, *, least: int = 1, **numbers: int | None) -> None:
 
 @contextlib.contextmanager
 def dataset(directory: str, *, vocab_size: int, seq_len: int, about: Mapping[str, Any]) -> Iterator[DatasetWriter]:
-    """Yields a writer, whose files are moved to `directory` when the `with` block ends, but not if it raises.
+    """Yields a writer, whose files move to `directory` when the block ends without an error.
 
     Args:
-      directory: local or gs://; must be empty or not exist.
+      directory: must be empty or not exist.
       vocab_size: tokens are 0 to vocab_size - 1.
       seq_len: tokens per example.
-      about: the kind and parameters of the dataset, stored in build.json.
-
-    Raises:
-      UserError: the directory is not empty, or cannot be written.
+      about: the kind and parameters of the dataset, for build.json.
     """
     with whole_folder.appearing(directory, last=files.IDENTIFIERS) as part:
         writer = DatasetWriter(part, vocab_size=vocab_size, seq_len=seq_len)

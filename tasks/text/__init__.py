@@ -1,4 +1,4 @@
-"""Text tasks: the constructors that a gin configuration names, such as `text.python_source` and `text.files`."""
+"""Text tasks: the constructors that a gin configuration names."""
 
 from tasks.text.constructors import chats, files, huggingface, mixture, python_source, seqio, tfds, tokens
 

@@ -1,12 +1,8 @@
 """Runs the pipelines of registered seqio tasks on Apache Beam, for token caches of large data.
 
-A worker reads a lane (a share of a split) and writes its examples to files. The command then reads these files in the
-order in which one machine makes examples, so the cache has the same bytes:
+A worker reads a lane (a share of a split) and writes its examples to files, the parts:
 
   lanes -> Reshuffle -> `_write_lane` on the workers -> parts-HASH/LANE-BEGIN.npz -> `Parts.submit`, in order
-
-A part that exists is not made again unless it holds an error, so the next start continues. HASH depends on the task
-and its sources.
 """
 
 import concurrent.futures
@@ -46,9 +42,6 @@ class Beam:
     Attributes:
       runner: one of `RUNNERS`.
       options: Beam's options, as on a command line.
-
-    Raises:
-      UserError: Beam is not installed, or a quotation mark in the options is not closed.
     """
 
     runner: str
@@ -66,17 +59,16 @@ class Beam:
             )
 
     def arguments(self, processes: int) -> list[str]:
-        """Returns Beam's options; the DirectRunner uses `processes` workers, unless the options say otherwise."""
+        """Returns Beam's options; `processes` is the number of workers of the DirectRunner."""
         own = [f"--direct_num_workers={processes}", "--direct_running_mode=multi_processing"]
         own += ["--default_sdk_harness_log_level=ERROR"]
         return [f"--runner={self.runner}", *(own if self.runner == "DirectRunner" else []), *shlex.split(self.options)]
 
 
 class Parts:
-    """Makes parts on Beam's workers and reads them; `submit` replaces `seqio_pipeline.Processes.submit`."""
+    """Makes parts on Beam's workers and reads them."""
 
     def __init__(self, folder: str) -> None:
-        """Sets the folder of the parts, which must belong to one task with its sources."""
         self._folder = folder
 
     def make(
@@ -91,13 +83,10 @@ class Parts:
 
         Args:
           asked: the task or mixture.
-          lanes: the shares of the data, each written by one worker.
-          most: maximum number of examples per part; examples without targets count.
-          filters: as in `seqio_pipeline.convert`.
-          arguments: command-line options of the Apache Beam pipeline.
-
-        Raises:
-          UserError: the pipeline fails before the parts are written, or a worker does not see their folder.
+          lanes: the shares of the data.
+          most: maximum number of examples per part.
+          filters: which examples are left out; None: none.
+          arguments: options of the Apache Beam pipeline.
         """
         import apache_beam
         from apache_beam.options.pipeline_options import PipelineOptions
@@ -129,15 +118,12 @@ class Parts:
         most: int,
         filters: "Filters | None",
     ) -> Any:
-        """Reads the part that `call` would make. A part with an error is deleted, so that the next start tries again.
+        """Returns a future of a part, or of its error; a part with an error is deleted.
 
         Args:
           number, call, asked, most, filters: not used.
           lane: the lane of the part.
           begin: number of the part's first example.
-
-        Returns:
-          A future of the part, or of the error.
         """
         done: concurrent.futures.Future = concurrent.futures.Future()
         file = paths.resolve(_part(self._folder, lane, begin))
@@ -184,13 +170,7 @@ def _run(pipeline: Any) -> None:
 
 
 def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None", fields: tuple) -> int:
-    """Runs on a worker: writes the missing parts of a lane beside the marker file; returns the lane's number of parts.
-
-    `fields` are those of the `Lane`; asked, most and filters are as in `Parts.make`.
-
-    Raises:
-      UserError: this worker does not see the command's marker file.
-    """
+    """Runs on a worker: writes a lane's missing parts beside the marker file; returns the number of all its parts."""
     if not paths.resolve(marker).exists():
         raise UserError(
             f"the worker {socket.gethostname()} does not see {marker}, which the command wrote: --out must be a bucket "
@@ -223,7 +203,6 @@ def _part(folder: str, lane: Lane, begin: int) -> str:
 
 
 def _write(file: paths.Path, found: Found | None, problem: str) -> None:
-    """Writes atomically a part or, if an example fails, its problem."""
     arrays: dict[str, Any] = {"problem": problem}
     if found:
         arrays = {name: value for name, value in found.converted._asdict().items() if value is not None}
@@ -234,7 +213,6 @@ def _write(file: paths.Path, found: Found | None, problem: str) -> None:
 
 
 def _read(content: bytes) -> tuple[Found | None, str]:
-    """Parses a part's file; returns the part and "", or None and the problem that `_write` stored."""
     with np.load(io.BytesIO(content)) as arrays:
         if "problem" in arrays:
             return None, str(arrays["problem"])

@@ -23,17 +23,15 @@ def formatted(
 ) -> tuple[str, list[Range]]:
     """Returns a formatted conversation, and the range of characters of each answer.
 
-    If the chat template has `{% generation %}` tags, they mark the ranges. Otherwise a range is the content of an
-    answer with the marker that ends it.
+    If the chat template has `{% generation %}` tags, they mark the ranges.
 
     Args:
-      messages: the conversation, with at least one answer.
-      vocabulary: has the chat template, which gets `DATE` as today's date.
-      tools, documents: see `FormatsChats.chat`.
+      messages: the conversation.
+      vocabulary: has the chat template.
+      tools, documents: objects for the template; None: none.
 
     Raises:
-      UserError: as `FormatsChats.chat`; or the template shows no roles, has tags that mark nothing, or formats an
-        answer in a way that depends on later messages.
+      UserError: the template fails, or its answers cannot be found.
     """
     given: dict[str, Any] = {"date": DATE, "tools": tools, "documents": documents}
     if (marked := vocabulary.marked_chat(messages, **given)) is not None:
@@ -57,13 +55,7 @@ def formatted(
 def _between_prompts(
     text: str, messages: Sequence[Message], vocabulary: ChatVocabulary, given: Mapping[str, Any]
 ) -> list[Range]:
-    """Returns the range in `text` of each answer: from the end of its prompt to where the text with the answer ends.
-
-    `given` has the other arguments of `vocabulary.chat`.
-
-    Raises:
-      UserError: the template formats a message differently when others follow it.
-    """
+    """Returns the range of each answer in `text`: from the end of its prompt to the end of its text."""
     answers = []
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:
@@ -80,11 +72,7 @@ def _between_prompts(
 
 
 def turn_ends(vocabulary: ChatVocabulary) -> tuple[int, ...]:
-    """Returns the ids that end an answer in the chat template's format, such as the id of <|im_end|>.
-
-    An answer ends with the first special or added token after its content, or with the only token after it. The result
-    is () if the template fails on sample conversations, or if there is no such token.
-    """
+    """Returns the ids that end an answer in the chat template's format; () if none is found."""
     # Templates of models of images read lists of parts. With two messages: some format the last answer differently.
     for in_parts, count in itertools.product((False, True), (len(_PROBE), 2)):
         contents: list[Any] = [[{"type": "text", "text": text}] if in_parts else text for text in _PROBE[:count]]
@@ -100,7 +88,6 @@ def turn_ends(vocabulary: ChatVocabulary) -> tuple[int, ...]:
 
 
 def _end(text: str, content: str, answers: Sequence[Range], vocabulary: ChatVocabulary) -> int | None:
-    """Returns the id that ends the answer with this content; None if there is no such id."""
     if (place := text.rfind(content)) < 0:
         return None
     start = place + len(content)

@@ -1,16 +1,9 @@
-"""Reads conversations for fine-tuning from JSON lines; the loss covers only the assistant's answers.
+"""Reads conversations for fine-tuning from JSON lines; the loss covers only the answers.
 
-A line has `messages`, a list of {"role": "user", "content": "…"}, which the chat template of the vocabulary's folder
-formats; the template also gets the line's `tools` and `documents`, if any. Or a line has `prompt` and `completion`, two
-texts that are joined as they are and followed by the end-of-document id. Weight 1 is given to the tokens of the
-assistant's messages, with the marker that ends each, or of the completion. A template with `{% generation %}` tags
-decides this itself.
+A line has `messages`, which the chat template of the vocabulary formats, or `prompt` and `completion`, which are joined
+as they are and followed by the end-of-document id.
 
   line -> text, answers (ranges of characters) -> ids, weights -> segment of at most T ids -> packed rows [R, T]
-
-All lines are checked at the start, and kept in memory as they are in the files. A stream reads its lines in an order
-keyed by the seed and the epoch, and packs a window of 64 rows at a time. A position is three numbers; resuming packs
-one window again.
 
 R: rows per element of a stream. T: tokens per row.
 """
@@ -53,9 +46,9 @@ class Chat(NamedTuple):
 
     Attributes:
       where: `file:line`, for messages.
-      messages: the messages; () if the line has a prompt and a completion.
+      messages: () if the line has a prompt and a completion.
       tools, documents: for the chat template; None if the line has none.
-      prompt, completion: two texts; "" if the line has messages.
+      prompt, completion: "" if the line has messages.
     """
 
     where: str
@@ -67,8 +60,6 @@ class Chat(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A line of a file that contains a conversation."""
-
     path: str
     number: int
     content: bytes
@@ -86,7 +77,7 @@ class ChatFiles(Corpus):
     Attributes:
       train: patterns of files.
       validation: patterns of files; (): about 5% of the training lines, chosen by hash.
-      num_streams: number of streams that training reads; there must be as many conversations.
+      num_streams: number of streams that training reads.
     """
 
     train: tuple[str, ...]
@@ -100,7 +91,7 @@ class ChatFiles(Corpus):
         return ChatStream(self, spec)
 
     def lines(self, split: str) -> tuple[_Line, ...]:
-        """Returns the conversations of a split. Raises UserError for a malformed line or an empty split."""
+        """Returns the conversations of a split. Raises UserError for an empty split."""
         found = self._splits[split]
         if not found:
             raise UserError(
@@ -124,7 +115,6 @@ class ChatFiles(Corpus):
             yield "\n".join([*(message["content"] for message in chat.messages), chat.prompt + chat.completion])
 
     def problems(self) -> list[str]:
-        """Returns the problems of the files; those on gs:// are not looked at."""
         if not self.train:
             return ["DATA is not set: bind it to your conversations, e.g. --gin \"DATA = '/data/chats.jsonl'\""]
         found: list[str] = []
@@ -140,10 +130,7 @@ class ChatFiles(Corpus):
         return found
 
     def first_conversation(self) -> Chat | None:
-        """Returns the first training line with messages; None if the first 1,000 have none, or a file is remote.
-
-        Raises UserError for a malformed line or an empty split.
-        """
+        """Returns a training line with messages; None if none is found, or a file is remote."""
         if any(map(paths.is_remote, (*self.train, *self.validation))):
             return None
         found = (line.chat() for line in self.lines("train")[:_MOST_TRIED])
@@ -163,7 +150,6 @@ class ChatFiles(Corpus):
         return f"text.chats: train {', '.join(self.train) or '(DATA is not set)'}; validation {validation}"
 
     def _held_out(self) -> str:
-        """Describes the validation split taken from the training files, with its size if they can be read."""
         try:
             splits = {} if any(map(paths.is_remote, self.train)) else self._splits
         except UserError:  # a malformed line, which `problems` reports
@@ -180,12 +166,11 @@ class ChatFiles(Corpus):
         return hashlib.sha256(repr(listing).encode()).hexdigest()
 
     def content_hash(self) -> str:
-        """Returns a hash of the content of the files."""
         return content_hash.of_files([f for patterns in (self.train, self.validation) for f in list_files(patterns)])
 
 
 class ChatStream(packing.PackedStream):
-    """A stream over every `num_streams`-th conversation of a split. Raises UserError if there is none."""
+    """A stream over every `num_streams`-th conversation of a split."""
 
     KINDS = MappingProxyType({"epoch": int, "next": int})
 
@@ -210,7 +195,6 @@ class ChatStream(packing.PackedStream):
         return self._next / len(self._lines)
 
     def _next_window(self) -> list[packing.Segment]:
-        """Returns the next window. Raises UserError if no conversation has an answer in its first T tokens."""
         segments: list[packing.Segment] = []
         size = since = 0
         while size < WINDOW_ROWS * self._spec.length and not self._is_through():
@@ -236,7 +220,6 @@ class ChatStream(packing.PackedStream):
         )
 
     def _next_segment(self) -> packing.Segment | None:
-        """Returns the next conversation, cut to T tokens; None if no token of an answer is left."""
         if self._next == len(self._lines):
             self._epoch, self._next = self._epoch + 1, 0
         found, length = self._converted(int(self._order(self._epoch)[self._next])), self._spec.length
@@ -248,7 +231,6 @@ class ChatStream(packing.PackedStream):
         return None if is_empty else cut
 
     def _converted(self, number: int) -> packing.Segment:
-        """Returns a line as ids and weights, cached because a window repeats them if there are few conversations."""
         if (known := self._segments.get(number)) is not None:
             return known
         found = segment(self._lines[number].chat(), cast(ChatVocabulary, self._spec.vocabulary))
@@ -266,11 +248,7 @@ class ChatStream(packing.PackedStream):
 
 
 def read_chat(path: str, number: int, line: bytes) -> Chat | None:
-    """Returns the conversation on a line; None if the line has only white space.
-
-    Raises:
-      UserError: the line is not JSON, or not a conversation with an answer; the message names file and line.
-    """
+    """Returns the conversation on a line; None if the line has only white space."""
     record, where = documents.json_line(path, number, line), f"{path}:{number}"
     if record is None and not line.strip():
         return None
@@ -290,10 +268,7 @@ def read_chat(path: str, number: int, line: bytes) -> Chat | None:
 
 
 def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
-    """Converts a conversation to ids and weights.
-
-    Raises UserError if the chat template fails, or for an id without an embedding in the folder's model.
-    """
+    """Converts a conversation to ids and weights. Raises UserError if the chat template fails."""
     if chat.messages:
         try:
             text, answers = formatted(chat.messages, vocabulary, tools=chat.tools, documents=chat.documents)
@@ -313,11 +288,6 @@ def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
 
 
 def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Checks and returns the messages of a line.
-
-    Raises:
-      UserError: a message has an unknown role or key or no text, an answer is empty, or there is no answer.
-    """
     messages = found if isinstance(found, list) else []
     for number, message in enumerate(messages, 1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
@@ -339,11 +309,6 @@ def _messages(found: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _objects(found: Any, where: str) -> list[Mapping[str, Any]] | None:
-    """Returns the list of objects in a field of a line, which may also be JSON text; None if the field has none.
-
-    Raises:
-      UserError: the field has anything else.
-    """
     read = found
     if isinstance(found, str):
         with contextlib.suppress(ValueError):
@@ -354,7 +319,6 @@ def _objects(found: Any, where: str) -> list[Mapping[str, Any]] | None:
 
 
 def _lines(files: Sequence[File]) -> Iterator[_Line]:
-    """Yields the lines of the files that are conversations. Raises UserError for a malformed line."""
     for file in files:
         with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
             for number, content in enumerate(stream, 1):

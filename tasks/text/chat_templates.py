@@ -1,8 +1,7 @@
 """Renders chat templates with the variables, filters and tags of transformers' `apply_chat_template`.
 
-A template is an untrusted program: it runs in jinja2's immutable sandbox, and sees only text, numbers, lists and
-dictionaries. As a script, this module serves one template to `template_process`, within limits. Therefore it imports no
-other module of this project.
+A template is an untrusted program, and runs in jinja2's immutable sandbox. As a script, this module serves one template
+to `template_process`, and therefore imports no other module of this project.
 """
 
 import contextvars
@@ -41,36 +40,23 @@ class ChatTemplate:
     """A compiled chat template.
 
     Attributes:
-      marks_answers: whether it has `{% generation %}` tags, which mark what the assistant writes.
+      marks_answers: whether it has `{% generation %}` tags.
     """
 
     def __init__(self, source: str):
-        """Raises jinja2.TemplateSyntaxError for a malformed template."""
         environment = _environment()
         self._template = environment.from_string(source)
         self.marks_answers = bool(environment.marks)
 
     def render(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> str:
-        """Returns the text of a conversation, formatted by the template. Raises what the template raises.
+        """Returns the text of a conversation, formatted by the template.
 
-        Args:
-          messages: each with a role and its content; keys with the value None are left out.
-          now: the date that `strftime_now` formats.
-          **variables: variables of the template. Others are undefined in the template; a variable that is None is
-            defined.
+        `now` is the date that `strftime_now` formats.
         """
         return "".join(self._blocks(messages, now, variables))
 
     def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
-        """Formats a conversation like `render`, and finds the ranges of characters that `{% generation %}` tags mark.
-
-        Returns:
-          The text and the ranges.
-
-        Raises:
-          jinja2.TemplateError: a tag is inside a macro or block whose text ends up in another place.
-          Exception: as `render`.
-        """
+        """Returns the text as `render`, and the ranges of characters in `{% generation %}` tags."""
         blocks: list[str] = []
         marks: list[tuple[int, str]] = []
         tokens = _blocks.set(blocks), _marks.set(marks)
@@ -100,22 +86,19 @@ class ChatTemplate:
 
 
 def _without_none(message: Message) -> dict[str, Any]:
-    """Returns a message without values that are None, and with its reasoning under the names that templates read."""
+    """Returns a message without None values, its reasoning also under the names that templates read."""
     found = {key: value for key, value in message.items() if value is not None}
     reasoning = next((found[key] for key in _REASONING if key in found), None)
     return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
 def _environment() -> Any:
-    """Returns a template's environment; its list `marks` gets the line of each `{% generation %}` tag compiled."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """The tags `{% generation %}` … `{% endgeneration %}`."""
-
         tags = {"generation"}  # noqa: RUF012 (as in the base class)
 
         def parse(self, parser: Any) -> Any:
@@ -142,7 +125,7 @@ def _environment() -> Any:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter `tojson` of templates: JSON text, without the HTML escapes of jinja2's own filter."""
+    """The filter `tojson` of templates, without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -153,7 +136,7 @@ def _refuse(message: str) -> None:
 
 
 class _Dict:
-    """Stands for `dict` in templates: makes a dictionary, but has none of the attributes of the class `dict`."""
+    """Stands for `dict` in templates, without the attributes of the class `dict`."""
 
     def __call__(self, *values: Any, **items: Any) -> dict[Any, Any]:
         return dict(*values, **items)
@@ -163,7 +146,7 @@ class _Dict:
 
 
 def _namespace() -> Any:
-    """Returns the class that templates call as `namespace`; a field name with a leading underscore is an error."""
+    """Returns the class that templates call as `namespace`; a name with a leading underscore is an error."""
     import jinja2
 
     def check(name: Any) -> None:
@@ -188,8 +171,7 @@ def _namespace() -> Any:
 def serve() -> None:
     """Reads a template and its limits from stdin, then conversations, as lines of JSON.
 
-    Writes a line [result, error, exceeded limit] for the template, whose result is `marks_answers`, and for each
-    conversation.
+    Writes a line [result, error, exceeded limit] for the template, and for each conversation.
     """
     source, cpu_seconds, memory_bytes = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -1,10 +1,7 @@
 """Text tasks: the constructors that a gin configuration names.
 
-A constructor only records its arguments, so a configuration is checked in milliseconds on any machine; the data is
-opened later. A document becomes ids followed by an end-of-document id, split into chunks of at most `length` ids.
-Chunks are packed into rows; neither attention nor targets cross the boundaries of a chunk.
-
-T: tokens per row. S: number of streams.
+A document becomes ids followed by an end-of-document id, split into chunks of at most `length` ids, which are packed
+into rows; neither attention nor targets cross the boundaries of a chunk.
 """
 
 import dataclasses
@@ -38,9 +35,9 @@ class TextTask:
     Attributes:
       corpus: the source of documents.
       vocabulary: converts text to ids.
-      length: T, tokens per row.
-      num_streams: S, number of data streams; must divide the batch size. It changes the order of the data.
-      evaluation_ends: whether an evaluation reads finite data once and then ends (`core.types.EndsEvaluation`).
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
+      evaluation_ends: whether an evaluation ends by itself.
     """
 
     corpus: Corpus
@@ -50,50 +47,35 @@ class TextTask:
     evaluation_ends: ClassVar[bool] = True
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
+        """Returns the fields of a global batch."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return streams.batch_spec(batch_size, length=self.length)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Makes the data and the vocabulary usable. It is called on host 0 first and, after a barrier, on all others.
-
-        Raises:
-          UserError: the vocabulary cannot be read or trained, or differs from that of the run; or a cache cannot be
-            written.
-        """
+        """Makes the data and the vocabulary usable; called on host 0 first, then on all others."""
         if can(self.corpus, FillsCache):
             self.corpus.fill()
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self.corpus.sample_texts)
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator over the training split, shuffled with `seed`.
-
-        Raises:
-          UserError: the data cannot be opened, or the streams do not divide the batch.
-        """
+        """Returns an endless iterator over the training split, shuffled with `seed`."""
         return self._batches(layout, seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches of one pass over the validation split, unshuffled and the same at every call.
-
-        Its rows do not depend on streams, batch size or hosts, because the split is read as one stream.
-
-        Raises:
-          UserError: the data cannot be opened, or the streams do not divide the batch.
-        """
+        """Returns batches of one pass over the validation split, unshuffled."""
         spec = StreamSpec("validation", 0, 1, 1, self.length, None, self.vocabulary, once=True)
         return streams.PassBatches(layout, spec=self.spec(layout.batch_size), stream=self.corpus.open_stream(spec))
 
     def problems(self) -> list[str]:
-        """Returns the problems that can be found before a run, in its settings and in local data, each with its fix."""
+        """Returns the problems that can be found before a run."""
         return [*self.corpus.problems(), *self.vocabulary.problems()]
 
     def example_problems(self) -> list[str]:
-        """Tries examples of sources that run the user's code (seqio tasks); returns a problem for each failure."""
+        """Tries examples of sources that run the user's code; returns the problems."""
         return self.corpus.example_problems(self.length) if can(self.corpus, TriesExamples) else []
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns patterns, files and folders as the user wrote them, for messages about files that cannot be read."""
+        """Returns patterns, files and folders as the user wrote them."""
         model = _file(self.vocabulary)
         return (*self.corpus.named_files(), *((model,) if model else ()))
 
@@ -105,7 +87,7 @@ class TextTask:
         )
 
     def begins_with_bos(self) -> bool:
-        """Returns True: every text begins with the begin-of-text id."""
+        """Returns whether a text begins with the begin-of-text id."""
         return True
 
     def stop_ids(self) -> tuple[int, ...]:
@@ -113,18 +95,15 @@ class TextTask:
         return (self.vocabulary.eos_id,)
 
     def own_metrics(self, most: int) -> OwnMetrics | None:
-        """Returns the metrics of seqio tasks, on at most `most` examples of each task; None for other sources.
-
-        Raises UserError if there are none, or if one of them cannot be computed.
-        """
+        """Returns the metrics of seqio tasks, on at most `most` examples; None for other sources."""
         return self.corpus.own_metrics(most) if can(self.corpus, DefinesMetrics) else None
 
     def train_tokens(self) -> int | None:
-        """Returns the number of tokens of the training split if it is in one token cache; otherwise None."""
+        """Returns the number of tokens of the training split; None if it is not known."""
         return self.corpus.train_tokens() if can(self.corpus, CountsTokens) else None
 
     def fingerprint(self) -> str:
-        """Returns a hash that is equal on hosts that read the same documents; lists and reads the source's files."""
+        """Returns a hash that is equal on hosts that read the same documents."""
         return self._fingerprint
 
     @functools.cached_property
@@ -157,7 +136,6 @@ class ChatTask(TextTask):
     vocabulary: ChatVocabulary
 
     def example_problems(self) -> list[str]:
-        """Formats the first conversation with the chat template; returns a problem if that fails."""
         from tasks.text import chat_files
 
         if chat := self.corpus.first_conversation():
@@ -177,27 +155,21 @@ class ChatTask(TextTask):
         return f"{super().describe()}; answers end with {ends or none}"
 
     def begins_with_bos(self) -> bool:
-        """Returns whether a text begins with the begin-of-text id; a chat template may write it itself."""
         return self.vocabulary.begins_with_bos
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns the ids that end a text, or an answer in the chat template's format."""
         return tuple(dict.fromkeys([self.vocabulary.eos_id, *self.vocabulary.turn_ends]))
 
 
 def python_source(*, length: int, num_streams: int, vocabulary: Vocabulary | None = None) -> TextTask:
-    """Returns the task `renga.python_source`, the source files of Python's standard library: text without a download.
+    """Returns a task of the source files of Python's standard library.
 
-    `text.seqio` with this name returns the same task. The validation split is about 5% of the files, chosen by the hash
-    of their name. The library's tests are left out, because some installations lack them.
+    About 5% of the files are for validation.
 
     Args:
-      length: tokens per row, at least 2.
-      num_streams: number of data streams; must divide the batch size.
-      vocabulary: default: bytes.
-
-    Raises:
-      UserError: a setting has the wrong type or is out of range.
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: None: bytes.
     """
     return _task("python_source", SHIPPED[PYTHON_SOURCE](), (length, num_streams, vocabulary))
 
@@ -211,19 +183,17 @@ def files(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Returns a task that reads your text: .txt files (a document each), .jsonl (one per line), .parquet (one per row).
+    """Returns a task that reads .txt, .jsonl or .parquet files.
+
+    A document is a .txt file, a line of .jsonl, or a row of .parquet.
 
     Args:
-      train: one or more patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed
-        (.gz, .zst, .bz2). `train = None` is an error, which `problems` reports.
-      validation: one or more patterns. Default: about 5% of the .txt files, or of the lines and rows, chosen by hash.
+      train: patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed.
+      validation: patterns. None: about 5% of the files, lines or rows.
       field: the JSON key, or the column, that has the text.
-      length: tokens per row, at least 2.
-      num_streams: number of data streams; must divide the batch size.
-      vocabulary: default: bytes.
-
-    Raises:
-      UserError: a setting has the wrong type or is out of range.
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: None: bytes.
     """
     check_text(field, where="text.files.field")
     corpus = TextFiles(_patterns(train, "files.train"), _patterns(validation, "files.validation"), field)
@@ -241,18 +211,12 @@ def chats(
     """Returns a task for fine-tuning on conversations, with a loss that covers only the answers.
 
     Args:
-      train: one or more patterns of .jsonl files (`/data/*.jsonl`, gs://), which may be compressed. Each line has
-        `messages` (a list of `role` and `content`), which the chat template of the vocabulary's folder formats, with
-        `tools` and `documents` if the template needs them; or `prompt` and `completion`. `train = None` is an error,
-        which `problems` reports.
-      validation: one or more patterns. Default: about 5% of the lines, chosen by hash.
-      length: tokens per row, at least 2. Longer conversations are cut, and skipped if no token of an answer is left;
-        both are counted and reported.
-      num_streams: number of data streams; must divide the batch size. There must be a training conversation for each.
-      vocabulary: the tokenizer of a published model (`vocabularies.tokenizer`).
-
-    Raises:
-      UserError: the vocabulary has no chat template, or a setting has the wrong type or is out of range.
+      train: patterns of .jsonl files. Each line has `messages` (a list of `role` and `content`), which the vocabulary's
+        chat template formats, with optional `tools` and `documents`; or `prompt` and `completion`.
+      validation: patterns. None: about 5% of the lines.
+      length: tokens per row. Longer conversations are cut, and skipped if no token of an answer is left.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: the tokenizer of a published model.
     """
     if not can(vocabulary, FormatsChats):
         raise UserError(
@@ -280,18 +244,14 @@ def tfds(
     """Returns a task that reads a TensorFlow Datasets dataset, which `tfds build` has prepared.
 
     Args:
-      name: the dataset's name, such as `c4/en:3.1.0`; a name `namespace:dataset` is an error, which
-        `problems` reports.
+      name: such as `c4/en:3.1.0`.
       split: the training split; slices such as `train[1%:]` are allowed.
       validation_split: the split for evaluation.
       field: the feature that holds the text.
-      data_dir: the folder of datasets, local or gs://, which all hosts can read; default: TensorFlow Datasets' own.
-      length: tokens per row, at least 2.
-      num_streams: number of data streams; must divide the batch size.
-      vocabulary: default: bytes.
-
-    Raises:
-      UserError: a setting has the wrong type or is out of range.
+      data_dir: the folder of datasets; None: TensorFlow Datasets' own.
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: None: bytes.
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.tfds.{argument}")
@@ -318,18 +278,15 @@ def huggingface(
     The token for gated datasets is taken from the environment variable HF_TOKEN.
 
     Args:
-      name: the dataset, as `owner/dataset` or `owner/dataset:configuration`.
+      name: `owner/dataset` or `owner/dataset:configuration`.
       split: the training split.
       validation_split: the split for evaluation.
       field: the column that holds the text.
       streaming: whether to read over the network during training; otherwise the dataset is downloaded first.
       where: keeps only documents with one of these values in each column: `{'lang': ('Python', 'Go')}`. None: all.
-      length: tokens per row, at least 2.
-      num_streams: number of data streams; must divide the batch size.
-      vocabulary: default: bytes.
-
-    Raises:
-      UserError: a setting has the wrong type or is out of range.
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: None: bytes.
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.huggingface.{argument}")
@@ -358,34 +315,24 @@ def seqio(
     length: int,
     num_streams: int,
 ) -> TextTask:
-    """Returns a registered seqio task or mixture for decoders: `renga.python_source`, or one from your own module.
+    """Returns a task that reads a registered seqio task or mixture for decoders.
 
-    The task's own preprocessors make `targets`, or `inputs` and `targets`, from its source. Features that are too long
-    are cut, as seqio does, and several examples are packed into a row. If a task has `inputs`, the targets follow the
-    inputs, and the loss covers only the targets.
+    The task's own preprocessors make `targets`, or `inputs` and `targets`. In a row, the targets follow the inputs, and
+    the loss covers only the targets.
 
-    Unless `live` is set, the first start of a run executes the task once, in other processes, and writes a token cache,
-    as `launch/run tokenize --task NAME` does. Later starts read this cache.
-    `renga.python_source` is read from its files, without a cache or seqio.
+    Unless `live` is set, the first start of a run writes your own task to a token cache, which later starts read.
 
     Args:
       name: name of the seqio task or mixture.
-      module: the Python module that registers it, such as `my_tasks`; None: one of Renga's own tasks.
-      cache: the folder of the token cache, local or gs://. Default: a folder in `runs/seqio` named after the task
-        and its lengths; one per host unless hosts share the workspace.
-      inputs_length: maximum number of ids of `inputs` in a row, below `length`; targets get the rest. None: the task
-        has no `inputs`.
-      epochs: if preprocessors draw random numbers: number of epochs to cache, each with its own random numbers; these
-        epochs are then repeated. None: they must draw none.
-      live: whether to read the task with tf.data during the run, without a cache. A resumed run then needs the same
-        version of TensorFlow, and the position of each stream includes its buffers.
-      vocabulary: for Renga's own tasks, which take none of `cache`, `inputs_length`, `epochs` and `live`; default:
-        bytes. Your own task uses the vocabulary of its features.
-      length: tokens per row, at least 2.
-      num_streams: number of data streams; must divide the batch size.
-
-    Raises:
-      UserError: a setting has the wrong type, is out of range, or is not one of this task or of its way of reading.
+      module: the Python module that registers it; None: one of Renga's own tasks.
+      cache: the folder of the token cache. None: a folder in `runs/seqio`.
+      inputs_length: maximum number of ids of `inputs` in a row; targets get the rest. None: the task has no `inputs`.
+      epochs: number of epochs to cache if preprocessors draw random numbers. None: they must draw none.
+      live: whether to read the task with tf.data during the run. A resumed run then needs the same version of
+        TensorFlow.
+      vocabulary: for Renga's own tasks; None: bytes, or the vocabulary of your own task's features.
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
     """
     for argument, value in {"name": name, "module": module or name, "cache": cache or name}.items():
         check_text(value, where=f"text.seqio.{argument}")
@@ -413,18 +360,15 @@ def tokens(
     num_streams: int,
     vocabulary: Vocabulary | None = None,
 ) -> TextTask:
-    """Returns a task that reads a token cache: documents that `launch/run tokenize` has converted to ids.
+    """Returns a task that reads a token cache, which `launch/run tokenize` has written.
 
     Args:
-      cache: the folder of the cache, local or gs://. None is an error, which `problems` reports.
-      concatenate: whether documents fill rows one after another and are cut where a row ends. By default documents are
-        packed whole, and only those with more than `length` tokens are cut.
-      length: tokens per row, at least 2; runs may use one cache with different lengths.
-      num_streams: number of data streams; must divide the batch size.
-      vocabulary: the vocabulary with which the documents were converted; default: bytes.
-
-    Raises:
-      UserError: a setting has the wrong type or is out of range.
+      cache: the folder of the cache.
+      concatenate: whether documents fill rows one after another and are cut where a row ends; otherwise only documents
+        with more than `length` tokens are cut.
+      length: tokens per row.
+      num_streams: number of data streams; divides the batch size.
+      vocabulary: the one with which the documents were converted; None: bytes.
     """
     if not isinstance(concatenate, bool):
         raise UserError(f"text.tokens.concatenate is {concatenate!r}, expected True or False")
@@ -446,10 +390,6 @@ def _registered(
     *,
     live: bool,
 ) -> TextTask:
-    """Returns the task that a module registers; rows: (length, number of streams).
-
-    Raises UserError if `live` is given with `cache` or `epochs`.
-    """
     from tasks.text.seqio_pipeline import Asked
 
     asked = Asked(name, module, inputs_length, rows[0] - (inputs_length or 0))
@@ -470,13 +410,8 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     """Returns a task that mixes the rows of several text tasks by weight.
 
     Args:
-      tasks: tasks with the same vocabulary, length and number of streams, except `chats` and live `seqio` tasks, which
-        cannot be mixed.
-      weights: relative shares of rows, as positive numbers. In any number of consecutive rows, each source has its
-        share to within a few rows.
-
-    Raises:
-      UserError: the tasks do not match, a source occurs twice, or a weight is not positive.
+      tasks: tasks with the same vocabulary, length and number of streams; not `chats` or live `seqio`.
+      weights: relative shares of rows, positive.
     """
     tasks, weights = tuple(tasks), tuple(weights)
     if not tasks or len(tasks) != len(weights):

@@ -1,8 +1,7 @@
-"""Hashes the content of files, so that a run notices text that was changed without changing its size.
+"""Hashes the content of files.
 
 If all local files together have at most 64 MiB, they are read whole. Otherwise 1,024 blocks of up to 64 KiB are read,
-spread evenly over all bytes. So the cost does not grow with the data, and a change between the blocks is not noticed.
-Objects in buckets are not read, because their listing has a checksum of their content.
+spread evenly over all bytes. Objects in buckets count by their checksums.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ _BLOCK_BYTES, _MOST_BLOCKS = 2**16, 2**10
 
 
 def of_files(files: Collection[File]) -> str:
-    """Returns a hash of the files' content, equal on all hosts with copies of them.
+    """Returns a hash of the files' content.
 
     It begins with `files:`, or with `objects:` if any file is in a bucket.
     """

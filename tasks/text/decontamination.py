@@ -1,4 +1,4 @@
-"""Finds documents that share text with evaluation sets, so that they can be left out of training.
+"""Finds documents that share text with evaluation sets.
 
 There are two tests, of which either is enough: n successive words in common (Brown et al. 2020, "Language Models are
 Few-Shot Learners", appendix C, with n = 13); and, for code, a common substring of a given number of characters. Words
@@ -24,13 +24,7 @@ LEAST_WORDS, LEAST_CHARACTERS = 4, 16  # shorter runs and substrings are in most
 
 
 def read(patterns: Sequence[str]) -> list[str]:
-    """Returns the texts of evaluation sets: whole .txt files, and every string in the lines of .jsonl files.
-
-    Files are local or on gs://, and may be compressed as for `text.files`.
-
-    Raises:
-      UserError: a pattern matches no file, or a file has another ending or is malformed.
-    """
+    """Returns the texts of evaluation sets: .txt files, and the strings in .jsonl files."""
     texts: list[str] = []
     for pattern in patterns:
         files = sorted(paths.matching(pattern))
@@ -61,7 +55,6 @@ def _texts(file: str) -> list[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields every string in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -75,17 +68,13 @@ class Excluded:
     Attributes:
       words: number of successive words that count as shared text, at least 4; None: not compared.
       characters: length of a substring that counts as shared text, at least 16; None: not compared.
-      digest: a hash of the texts before `via`, and of both lengths.
+      digest: a hash of the texts, and of both lengths.
     """
 
     def __init__(
         self, texts: Iterable[str], *, words: int | None, characters: int | None, via: Callable[[str], str] = str
     ) -> None:
-        """Indexes the texts, each converted by `via`; texts shorter than the lengths exclude nothing.
-
-        Raises:
-          UserError: a length is too short, both are None, or no text is long enough to exclude anything.
-        """
+        """Indexes the texts, each converted by `via`. Raises UserError if nothing is excluded."""
         if words is None and characters is None:
             raise UserError("decontamination compares neither words nor characters: give a number of one of them")
         for name, value, least in (("words", words, LEAST_WORDS), ("characters", characters, LEAST_CHARACTERS)):
@@ -110,7 +99,7 @@ class Excluded:
         self._hashes = np.unique([_hashes(window, len(window))[0] for window in self._windows])
 
     def shares_text(self, text: str) -> bool:
-        """Returns whether a text shares `words` successive words or `characters` characters with an excluded one."""
+        """Returns whether a text shares words or characters with an excluded one."""
         if self.words and not self._runs.isdisjoint(_runs(text, self.words)):
             return True
         if not self._windows:
@@ -124,13 +113,11 @@ class Excluded:
 
 
 def _runs(text: str, length: int) -> Iterator[tuple[str, ...]]:
-    """Yields every run of `length` successive words."""
     words: Sequence[str] = _WORD.findall(text.lower())
     return zip(*(words[start:] for start in range(length)), strict=False)
 
 
 def _spaced(text: str) -> str:
-    """Returns the text with each run of white space replaced by one space."""
     return " ".join(text.split())
 
 

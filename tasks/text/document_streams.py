@@ -1,12 +1,10 @@
 """Reads the documents of a source part by part, and streams them as packed rows.
 
-A source has parts: files, ranges of lines, or shards. With a seed, every epoch has a new order of the parts, keyed by
-the seed and the epoch. Parts are dealt to the streams in turn. If there are fewer parts than streams, each stream reads
-all parts and keeps its share of the documents. Together the streams read every document once per epoch.
+A source has parts: files, ranges of lines, or shards. With a seed, every epoch has a new order of the parts. Parts are
+dealt to the streams in turn. If there are fewer parts than streams, each stream reads all parts and keeps its share of
+the documents.
 
   parts -> documents -> ids + end of document -> chunks of at most T ids -> windows, shuffled -> packed rows [R, T]
-
-Resuming from a saved position reads one window again.
 
 R: rows per element of a stream. T: tokens per row.
 """
@@ -60,8 +58,7 @@ class Parts(NamedTuple):
     Attributes:
       parts: the parts, at least one.
       is_shared: whether every stream reads all parts; otherwise they are dealt to the streams.
-      deals_chunks: if parts are shared: whether chunks are dealt to the streams, for sources that may have fewer
-        documents than streams. Otherwise documents are dealt, and each is converted to ids by a single stream.
+      deals_chunks: whether the chunks of shared parts are dealt to the streams; otherwise documents are.
     """
 
     parts: Sequence[Part]
@@ -70,13 +67,10 @@ class Parts(NamedTuple):
 
 
 class DocumentSource(Corpus):
-    """A `documents.Corpus` whose documents are read part by part, or from a token cache.
-
-    Subclasses implement `parts`, or `open_stream` and `sample_texts`.
-    """
+    """A `documents.Corpus` whose documents are read part by part, or from a token cache."""
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns the parts of a split. Raises UserError if the split cannot be read."""
+        """Returns the parts of a split."""
         raise NotImplementedError
 
     def named_files(self) -> tuple[str, ...]:
@@ -90,7 +84,6 @@ class DocumentSource(Corpus):
         return {}
 
     def memory(self, spec: StreamSpec) -> "_Memory":
-        """Returns the memory of a split's documents, which all its streams with the same vocabulary share."""
         key = (spec.split, spec.num_streams, id(spec.vocabulary))  # the memory keeps the vocabulary alive
         return self._memories.setdefault(key, _Memory(spec.vocabulary))
 
@@ -103,17 +96,9 @@ class DocumentSource(Corpus):
 
 
 def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]) -> np.ndarray:
-    """Returns the ids of a document and the end-of-document id, int32, without the begin-of-text id.
+    """Returns the ids of a document and the end-of-document id, int32.
 
     If the vocabulary reads special tokens, a text written as `<s>Hi</s>` gets the same ids as `Hi`.
-
-    Args:
-      ids: the ids of the text.
-      vocabulary: the vocabulary of the ids.
-      where: returns what the message of an error begins with.
-
-    Raises:
-      UserError: an id is outside the vocabulary, or is 0 although that is reserved for padding.
     """
     found = np.asarray([*ids, vocabulary.eos_id], np.int32)
     lowest = lowest_id(vocabulary)
@@ -145,7 +130,7 @@ class Chunks(Protocol):
         """Returns approximately the share of the source that was read, 0 to 1."""
 
     def next_segment(self, most: int) -> packing.Segment | None:
-        """Returns the next chunk, of at most `most` ids (T, or the rest of a row); None at the end."""
+        """Returns the next chunk, of at most `most` ids; None at the end."""
 
 
 class DocumentStream(packing.PackedStream):
@@ -156,15 +141,7 @@ class DocumentStream(packing.PackedStream):
     def __init__(
         self, chunks: Chunks, spec: StreamSpec, *, concatenates: bool = False, window_ids: int | None = None
     ) -> None:
-        """Opens the stream at its start.
-
-        Args:
-          chunks: the chunks of this stream.
-          spec: the stream.
-          concatenates: whether chunks follow one another in the order of the source and fill each row; otherwise
-            `packing.first_fit` packs them.
-          window_ids: ids per window; None: WINDOW_IDS.
-        """
+        """With `concatenates`, chunks fill rows in the order of the source. `window_ids` None: WINDOW_IDS."""
         super().__init__(spec, packing.in_order if concatenates else packing.first_fit)
         self._chunks, self._concatenates, self._window_ids = chunks, concatenates, window_ids
         self._window = 0
@@ -180,7 +157,6 @@ class DocumentStream(packing.PackedStream):
         return self._chunks.share()
 
     def _next_window(self) -> list[packing.Segment]:
-        """Returns the next window, which is shuffled if there is a seed and rows are not concatenated."""
         spec = self._spec
         wanted = spec.length * int(
             np.clip((self._window_ids or WINDOW_IDS) // spec.length, 16, 64 if spec.seed is None else 1024)
@@ -201,8 +177,6 @@ class DocumentStream(packing.PackedStream):
 
 
 class _Document:
-    """A document, the offset where it begins in its part, and its ids once they are needed."""
-
     __slots__ = ("ids", "offset", "text")
 
     def __init__(self, offset: Any, text: bytes) -> None:
@@ -211,22 +185,15 @@ class _Document:
 
 
 class _Memory:
-    """The documents of a small split in memory, so that each is parsed and converted to ids once for all streams.
-
-    Attributes:
-      parts: the documents of each part that was read to its end, by number; {} if the split is not small.
-      is_small: whether no more than `_MOST_REMEMBERED` bytes of the split were read.
-    """
+    """The documents of a small split in memory, so that each is converted to ids once for all streams."""
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
-        """Creates an empty memory; `vocabulary` is the one that converts the documents to ids."""
         self.vocabulary = vocabulary
         self.parts: dict[int, list[_Document]] = {}
         self.is_small = True
         self._bytes = 0
 
     def keep(self, number: int, documents: list[_Document]) -> None:
-        """Keeps all documents of a part; forgets all parts if the split is too large."""
         if not self.is_small or number in self.parts:
             return
         self._bytes += sum(len(document.text) + _DOCUMENT_BYTES for document in documents)
@@ -237,8 +204,6 @@ class _Memory:
 
 
 class _Chunks(Chunks):
-    """Reads the chunks of one source that belong to one stream, each of at most T ids."""
-
     def __init__(self, source: DocumentSource, spec: StreamSpec) -> None:
         self._source, self._spec = source, spec
         self._parts, self._is_shared, self._deals_chunks = source.parts(spec.split, spec.num_streams)
@@ -266,7 +231,6 @@ class _Chunks(Chunks):
             self._taken = position["taken"]
 
     def share(self) -> float:
-        """Returns the parts that this stream read as a share of all parts, whatever their sizes; at most 1."""
         begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
         begun = self._place / max(len(self._known), 1) if self._known is not None else begun
         return min(1.0, (self._part + begun) / len(self._parts))
@@ -277,7 +241,6 @@ class _Chunks(Chunks):
         return None if chunk is None else packing.text_segment(chunk, bos_id=self._spec.vocabulary.bos_id)
 
     def take(self, most: int) -> np.ndarray | None:
-        """Returns the ids of the next chunk, int32 [at most `most`]; None at the end."""
         assert most == self._spec.length, "text that is not tokenized yet is packed"
         while True:
             while self._taken < len(self._document):
@@ -293,11 +256,6 @@ class _Chunks(Chunks):
         return not self._is_shared or number % self._spec.num_streams == self._spec.index
 
     def _read_document(self) -> bool:
-        """Reads the next document that is not blank; does not compute its ids if all of it belongs to another stream.
-
-        Returns:
-          False at the end of a stream that reads its documents once, otherwise True.
-        """
         self._taken, self._document, self._size = 0, [], 0
         if self._known is not None and self._is_shared and not self._deals_chunks:
             others = min((self._spec.index - self._seen) % self._spec.num_streams, len(self._known) - self._place)
@@ -310,11 +268,6 @@ class _Chunks(Chunks):
         return True
 
     def _next_document(self) -> _Document | None:
-        """Returns the next document; None at the end of a stream that reads its documents once.
-
-        Raises:
-          UserError: a document is invalid, or the parts of this stream have no document.
-        """
         ended = 0
         while not self._is_through() and (ended <= len(self._parts) or self._finds_text()):
             if self._reader is None and self._known is None:
@@ -332,7 +285,6 @@ class _Chunks(Chunks):
         )
 
     def _open(self) -> None:
-        """Opens the current part; uses memory if it was read to its end before."""
         number, memory = self._number(), self._memory
         self._known, self._place = memory.parts.get(number), 0
         if self._known is None:
@@ -343,7 +295,6 @@ class _Chunks(Chunks):
                 self._place += 1
 
     def _next_known(self) -> _Document | None:
-        """Returns the next document of a part in memory; None at its end."""
         assert self._known is not None
         if self._place == len(self._known):
             return None
@@ -352,7 +303,6 @@ class _Chunks(Chunks):
         return document
 
     def _next_read(self) -> _Document | None:
-        """Reads the next non-blank document of a part; returns None at its end."""
         assert self._reader is not None
         while True:
             self._offset = self._reader.offset()
@@ -380,10 +330,6 @@ class _Chunks(Chunks):
         return self._has_text
 
     def _number(self) -> int:
-        """Returns the number of the current part; with a seed, every epoch has a new order of the parts.
-
-        Streams take parts in turn, or each reads all parts if these are shared.
-        """
         count, spec = len(self._parts), self._spec
         running = self._part if self._is_shared else self._part * spec.num_streams + spec.index
         epoch, place = divmod(running, count)

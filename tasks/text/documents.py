@@ -1,11 +1,4 @@
-"""The interface of sources of documents, lists of text files, and checks of documents.
-
-Each file has a name that is the same on every machine. The order and the split of files are computed only from names,
-so that all hosts agree, in whatever order their file systems list files.
-
-The `Intake` of a source counts its documents and reports skipped ones. The checks of documents also run on the
-beginning of local files before a run starts.
-"""
+"""The interface of sources of documents, lists of text files, and checks of documents."""
 
 import codecs
 import functools
@@ -40,10 +33,10 @@ class File(NamedTuple):
     """A text file.
 
     Attributes:
-      name: identifies the file; it is the same on every machine.
+      name: the same on every machine.
       path: where this machine finds the file.
       size_bytes: its size.
-      checksum: the checksum of an object in a bucket, from its listing; "" for local files.
+      checksum: that of an object in a bucket; "" for local files.
     """
 
     name: str
@@ -53,13 +46,13 @@ class File(NamedTuple):
 
 
 def is_validation(name: str | bytes) -> bool:
-    """Returns whether a file name (or a line) belongs to validation, which about 5% do, chosen by hash."""
+    """Returns whether a file name (or a line) belongs to validation: about 5%, by hash."""
     content = name if isinstance(name, bytes) else name.encode()
     return int.from_bytes(sha256(content).digest()[:4]) % 100 < VALIDATION_PERCENT
 
 
 def validation_names(names: Iterable[str]) -> set[str]:
-    """Returns the names that belong to validation: of two or more names at least one, and not all."""
+    """Returns the names that belong to validation: of two or more, some but not all."""
     names = set(names)
     chosen = {name for name in names if is_validation(name)}
     if len(names) < 2 or 0 < len(chosen) < len(names):
@@ -69,10 +62,7 @@ def validation_names(names: Iterable[str]) -> set[str]:
 
 
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
-    """Returns the files that match any pattern, sorted by name (the path relative to their common folder).
-
-    Raises UserError if a pattern is empty or has a scheme other than gs://.
-    """
+    """Returns the files that match any pattern, sorted by path."""
     found = {path: about for pattern in patterns for path, about in paths.listed(pattern).items()}
     if not found:
         return ()
@@ -81,19 +71,13 @@ def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
-    """Splits files by name into training and validation; each has at least one of two or more files."""
+    """Splits files by name into training and validation."""
     chosen = validation_names(file.name for file in files)
     return tuple(f for f in files if f.name not in chosen), tuple(f for f in files if f.name in chosen)
 
 
 def pattern_problems(where: str, patterns: list[str], *, kinds: Sequence[str] = text_formats.KINDS) -> list[Problem]:
-    """Returns the problems of patterns of local files: folders, no files, other endings, empty or too large files.
-
-    Args:
-      where: the setting that names the patterns.
-      patterns: patterns of local files, or names.
-      kinds: the endings that can be read.
-    """
+    """Returns the problems of patterns of local files, which the setting `where` names."""
     found = []
     for pattern in patterns:
         files = list_files((pattern,))
@@ -126,10 +110,7 @@ def _endings(kinds: list[str]) -> str:
 
 
 def python_files(root: str) -> tuple[File, ...]:
-    """Returns the .py files below a folder that are readable UTF-8 text of at most 1 MiB, sorted by name.
-
-    Empty files and the folders _NOT_SOURCE are left out: tests, site-packages, lib2to3 and others.
-    """
+    """Returns the .py files below a folder, except large and empty files, tests and installed packages."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - _NOT_SOURCE)
@@ -141,7 +122,6 @@ def python_files(root: str) -> tuple[File, ...]:
 
 
 def _readable_bytes(path: pathlib.Path) -> int:
-    """Returns the size of a UTF-8 text file; 0 if it is unreadable, not UTF-8, or over 1 MiB."""
     try:
         if path.stat().st_size > _LARGEST_PYTHON_FILE_BYTES:
             return 0
@@ -155,13 +135,12 @@ class StreamSpec(NamedTuple):
 
     Attributes:
       split: "train" or "validation".
-      index: this stream's index among `num_streams`.
-      num_streams: number of streams that the split is divided into.
+      index, num_streams: this is stream `index` of `num_streams`.
       rows: R, rows per element of the stream.
       length: T, tokens per row.
-      seed: the seed that shuffles the documents; None: they are read in order.
+      seed: shuffles the documents; None: they are read in order.
       vocabulary: converts text to ids; None if only texts are read.
-      once: whether the stream ends after it has read its documents once; otherwise it is endless.
+      once: whether the stream ends after it has read its documents once.
     """
 
     split: str
@@ -178,33 +157,33 @@ class Corpus(Protocol):
     """A source of documents, as a task uses it."""
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        """Opens one stream at its start; imports the library that reads the source."""
+        """Opens one stream at its start."""
 
     def sample_texts(self) -> Iterator[str]:
         """Yields training documents in a fixed order, each at most once."""
 
     def problems(self) -> list[str]:
-        """Returns the problems that can be found before a run, in its settings and in local data."""
+        """Returns the problems that can be found before a run."""
 
     def named_files(self) -> tuple[str, ...]:
         """Returns file patterns and folders as the user wrote them."""
 
     def describe(self) -> str:
-        """Returns a short description for the run summary, without secrets."""
+        """Returns a short description for the run summary."""
 
     def fingerprint(self) -> str:
-        """Returns a hexadecimal hash, equal on all hosts that read the same documents in the same order."""
+        """Returns a hash, equal on all hosts that read the same documents in the same order."""
 
 
 class HashesContent(Protocol):
     """A `Corpus` of files."""
 
     def content_hash(self) -> str:
-        """Returns a hash of the content of the files (`tasks.text.content_hash`)."""
+        """Returns a hash of the content of the files."""
 
 
 class FillsCache(Protocol):
-    """A `Corpus` that is read from a token cache, which the first start of a run writes."""
+    """A `Corpus` that is read from a token cache."""
 
     def fill(self) -> None:
         """Writes the cache if it does not exist. Raises UserError if that fails."""
@@ -214,7 +193,7 @@ class TriesExamples(Protocol):
     """A `Corpus` whose examples the user's code makes."""
 
     def example_problems(self, length: int) -> list[str]:
-        """Makes the first examples of each source and split, for rows of `length` tokens; returns their problems."""
+        """Makes the first examples of each source for rows of `length` tokens; returns their problems."""
 
 
 class MalformedDocument(UserError):
@@ -222,7 +201,7 @@ class MalformedDocument(UserError):
 
 
 class Intake:
-    """Counts the documents of one source on this host, and reports skipped ones; all streams of the source share it."""
+    """Counts the documents of one source on this host, and reports skipped ones."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -231,20 +210,13 @@ class Intake:
         self._noted: Counter[str] = Counter()
 
     def take(self, read: Callable[..., bytes], *arguments: Any, **options: Any) -> bytes:
-        """Reads a document with `read(*arguments, **options)`; counts it, and reports blank ones.
-
-        Returns:
-          The text as UTF-8; b"" if it is only white space.
-
-        Raises:
-          UserError: from `read`, if the document is not valid text.
-        """
+        """Reads a document with `read(*arguments, **options)`, counts it, and returns it."""
         text = read(*arguments, **options)
         self.count(None if text else _BLANK)
         return text
 
     def count(self, note: str | None) -> None:
-        """Counts a document that was read; `note` describes how it was treated, such as `skipped because …`."""
+        """Counts a document that was read; `note` says how it was treated, None: as usual."""
         with self._lock:
             self._read += 1
             if note is None:
@@ -269,16 +241,7 @@ def intake_of(corpus: Corpus) -> Intake:
 
 
 def json_line(path: str, number: int, line: bytes) -> Any:
-    """Returns the value of one line of JSON; None if the line is only white space.
-
-    Args:
-      path: the file, for messages.
-      number: the line number, from 1.
-      line: the line itself.
-
-    Raises:
-      MalformedDocument: the line is not JSON; the message names file and line.
-    """
+    """Returns the value of one line of JSON; None if the line is only white space."""
     if not line.strip():
         return None
     where = f"{path}:{number}"
@@ -294,10 +257,8 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
 
     Args:
       field: the key of the text.
-      path, number, line: as in `json_line`.
-
-    Raises:
-      MalformedDocument: the line is not JSON or has no valid text in `field`; the message names file and line.
+      path, number: the file and the line number, for messages.
+      line: the line.
     """
     if not line.strip():
         return b""
@@ -312,24 +273,14 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
 
 
 def file_text(path: str, content: bytes, *, is_cut: bool = False) -> bytes:
-    """Returns the text of one file (if `is_cut`, of its beginning) as UTF-8; b"" if it is only white space.
-
-    Raises:
-      MalformedDocument: the content is not UTF-8 or has a NUL character; the message names the file and the byte.
-    """
+    """Returns the text of one file as UTF-8; b"" if it is only white space."""
     return checked(content, where=path, is_cut=is_cut)
 
 
 def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
     """Checks that a document is UTF-8 text and returns it; b"" if it is only white space.
 
-    Args:
-      content: the bytes of the document.
-      where: names the document in messages.
-      is_cut: whether `content` is only the beginning, possibly cut inside a character.
-
-    Raises:
-      MalformedDocument: the bytes are not UTF-8, or contain a NUL character.
+    `is_cut`: whether `content` is only the beginning, possibly cut inside a character.
     """
     _require_utf8(content, where, is_cut=is_cut)
     if (at := content.find(b"\0")) >= 0:
@@ -350,11 +301,7 @@ def encoded(text: str, *, where: str) -> bytes:
 def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[Any]], where: str) -> list[Problem]:
     """Returns up to three problems, found at the beginning of up to 32 local files.
 
-    Args:
-      files: files on a local disk.
-      first: reads the first documents of a file; raises UserError for an invalid one, and yields a false value for
-        a blank one.
-      where: the configuration setting that names the files, for messages.
+    `first` reads the first documents of a file.
     """
     step = max(1, -(-len(files) // _MOST_FILES))
     looked_at, found, has_text = files[::step][:_MOST_FILES], [], False
@@ -375,10 +322,7 @@ def first_problems(files: Sequence[File], *, first: Callable[[File], Iterable[An
 
 
 def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iterator[Any]:
-    """Yields the result of `read_line(path, line number, line)` for each whole line in a file's first MiB.
-
-    Raises UnreadableFile if the file cannot be read; also what `read_line` raises.
-    """
+    """Yields `read_line(path, line number, line)` of each whole line in a file's first MiB."""
     content, is_cut = _beginning(file)
     lines = content.split(b"\n")
     for number, line in enumerate(lines[:-1] if is_cut else lines, start=1):
@@ -386,22 +330,17 @@ def first_lines(read_line: Callable[[str, int, bytes], Any], file: File) -> Iter
 
 
 def first_text(file: File) -> Iterator[bytes]:
-    """Yields the first MiB of a file that is one document, checked.
-
-    Raises UnreadableFile if the file cannot be read, MalformedDocument if it is not text.
-    """
+    """Yields the first MiB of a file that is one document, checked."""
     content, is_cut = _beginning(file)
     yield file_text(file.path, content, is_cut=is_cut)
 
 
 def _beginning(file: File) -> tuple[bytes, bool]:
-    """Returns the first MiB of a file, decompressed, and whether there is more."""
     with text_formats.opened(file.path) as stream, text_formats.reading(file.path):
         return stream.read(_MOST_BYTES), bool(stream.read(1))
 
 
 def _require_utf8(content: bytes, where: str, *, is_cut: bool = False) -> None:
-    """Raises MalformedDocument for bytes that are not UTF-8. If `is_cut`, the last character may be incomplete."""
     try:
         codecs.utf_8_decode(content, "strict", not is_cut)
     except UnicodeDecodeError as error:

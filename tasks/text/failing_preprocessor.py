@@ -1,4 +1,4 @@
-"""Finds the failing preprocessor of a seqio task; errors of tf.data do not say which preprocessor they come from."""
+"""Finds the failing preprocessor of a seqio task, which errors of tf.data do not name."""
 
 import contextlib
 import functools
@@ -12,16 +12,9 @@ _MOST = 5_000  # examples to make again, at about 0.5 ms of CPU time per preproc
 
 
 def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: int) -> str:
-    """Runs a failed pipeline again, with Python code between its preprocessors, to find the one that fails.
+    """Returns the preprocessor that fails, such as `parse (my_tasks:12)`; "" if none is found.
 
-    Args:
-      task: the seqio Task.
-      dataset_of: returns the dataset of a task.
-      number: the example that failed, from 0.
-
-    Returns:
-      Function, module and line of the preprocessor, such as `parse (my_tasks:12)`. "" if none is found, such
-        as when the source itself fails, the preprocessor is not a function, or `number` is 5,000 or more.
+    It runs the pipeline again, with Python code between the preprocessors. `number` is the example that failed, from 0.
     """
     if number >= _MOST:
         return ""
@@ -37,11 +30,7 @@ def failing_preprocessor(task: Any, dataset_of: Callable[[Any], Any], number: in
 
 
 def _watched(function: Any, note: Callable[[], None], *, after_watched: bool) -> Any:
-    """Returns a preprocessor with the same signature that calls `note` if it fails.
-
-    If `function` is not a Python function (or a partial one), it is returned unchanged. `after_watched` says that the
-    preprocessor before it is watched, too, so that its failures only end the examples.
-    """
+    """Returns a preprocessor that calls `note` if it fails; one that is not a Python function is unchanged."""
     if isinstance(function, functools.partial):
         inner = _watched(function.func, note, after_watched=after_watched)
         return function if inner is function.func else functools.partial(inner, *function.args, **function.keywords)
@@ -74,7 +63,6 @@ def _until_failure(dataset: Any, note: Callable[[], None]) -> Any:
 
 
 def _named(function: Any) -> str:
-    """Returns a function's name, module and line, without its decorators and partials: `parse (my_tasks:12)`."""
     while inner := getattr(function, "func" if isinstance(function, functools.partial) else "__wrapped__", None):
         function = inner
     name = getattr(function, "__qualname__", type(function).__qualname__)

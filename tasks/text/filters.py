@@ -15,12 +15,10 @@ class Filters:
     """Leaves out training documents that share text with evaluation sets, and near duplicates.
 
     Attributes:
-      exclude: patterns of files of evaluation sets (`decontamination.read`); documents that share text with them are
-        left out.
-      words, characters: how much shared text counts; see `decontamination.Excluded`.
-      near_duplicates: the similarity, from 0.5 to 0.95, from which a document counts as repeating an earlier one
-        (`near_duplicates.Seen`); None: all are kept.
-      digest: the digest of the texts to exclude, which must be the same in every process; "": not compared.
+      exclude: patterns of files of evaluation sets; (): none.
+      words, characters: how much shared text counts, as in `decontamination.Excluded`.
+      near_duplicates: the least similarity, from 0.5 to 0.95, of near duplicates; None: all are kept.
+      digest: the digest of the texts to exclude; "": not compared.
     """
 
     exclude: tuple[str, ...] = ()
@@ -30,14 +28,7 @@ class Filters:
     digest: str = ""
 
     def excluded(self, via: Callable[[str], str] = str) -> Excluded | None:
-        """Reads the evaluation sets; returns None if `exclude` is empty.
-
-        Args:
-          via: converts a text of an evaluation set in the way in which the documents were converted before comparing.
-
-        Raises:
-          UserError: a file cannot be read; as `Excluded`; or the texts are not those of `digest`.
-        """
+        """Reads the evaluation sets, each text converted by `via`; None if `exclude` is empty."""
         if not self.exclude:
             return None
         texts = decontamination.read(self.exclude)
@@ -47,19 +38,16 @@ class Filters:
         return found
 
     def seen(self) -> Seen | None:
-        """Returns an empty `Seen`, which finds near duplicates; None if they are kept.
-
-        Raises UserError for a similarity outside 0.5 to 0.95.
-        """
+        """Returns an empty `Seen`, which finds near duplicates; None if they are kept."""
         return Seen(self.near_duplicates) if self.near_duplicates else None
 
     @property
     def leave_out(self) -> bool:
-        """Whether documents can be left out, because of evaluation sets or of near duplicates."""
+        """Whether documents can be left out."""
         return bool(self.exclude or self.near_duplicates)
 
     def described(self) -> dict[str, Any]:
-        """Returns the settings that must be the same when a command continues a cache; needs `digest`."""
+        """Returns the settings that must be the same when a command continues a cache."""
         return {
             "excluded": self.digest,
             "near_duplicates": self.near_duplicates and near_duplicates.settings(self.near_duplicates),

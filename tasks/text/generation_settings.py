@@ -1,7 +1,4 @@
-"""Reads and merges a published folder's settings for generation: special ids, and how tokens are drawn.
-
-transformers reads `generation_config.json`; a folder without it has them in `config.json`, among the model's settings.
-"""
+"""Reads and merges a published folder's settings for generation: special ids, and how tokens are drawn."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,18 +22,9 @@ _KEYS = frozenset(
 
 
 def exported(folder: paths.Path, *, bos_id: int, stop_ids: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the generation settings of a fine-tuned model, made from those of the folder that it started from.
+    """Returns a fine-tuned model's settings: ids for `config.json`, and `generation_config.json`.
 
-    Args:
-      folder: the published folder; may lack both files.
-      bos_id: the begin-of-text id, used if the folder names none.
-      stop_ids: the ids that end a training text; they are added to the folder's eos ids.
-
-    Returns:
-      The special ids for `config.json`, and the content of `generation_config.json`.
-
-    Raises:
-      UserError: a file is malformed.
+    `folder` is the published folder that training started from; `stop_ids` are added to its eos ids.
     """
     config, generation = (_with_values(folder / name) for name in (CONFIG, GENERATION_CONFIG))
     if not generation:
@@ -56,6 +44,5 @@ def _with_values(file: paths.Path) -> dict[str, Any]:
 
 
 def _joined(eos: Any, stop_ids: Sequence[int]) -> int | list[int]:
-    """Merges the folder's eos id or ids with `stop_ids`; returns a single id by itself, several as a list."""
     found = list(dict.fromkeys([*(eos if isinstance(eos, list) else [eos]), *stop_ids]))
     return found[0] if len(found) == 1 else found

@@ -1,8 +1,4 @@
-"""Reads datasets of the Hugging Face hub, shard by shard, with the library's own position (`state_dict`) in each shard.
-
-Resuming may make the library skip rows of a file to reach the recorded position. The library itself reads the token for
-gated datasets from HF_TOKEN; this code never handles it.
-"""
+"""Reads datasets of the Hugging Face hub, shard by shard, with the position that the library keeps in each."""
 
 import dataclasses
 import functools
@@ -18,7 +14,7 @@ from tasks.text.document_streams import DocumentSource, Parts
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace(DocumentSource):
-    """A dataset of the Hugging Face hub; see `text.huggingface`."""
+    """A dataset of the Hugging Face hub, as `text.huggingface` describes it."""
 
     name: str
     split: str
@@ -34,11 +30,7 @@ class HuggingFace(DocumentSource):
         return Parts(parts, is_shared=count < num_streams)
 
     def dataset(self, split: str) -> Any:
-        """Returns a split as an iterable dataset, which is loaded once because loading asks the hub.
-
-        Raises:
-          UserError: the package `datasets` is not installed, or the dataset cannot be loaded.
-        """
+        """Returns a split as an iterable dataset, loaded once. Raises UserError if that fails."""
         if split not in self._loaded:
             if found := self.problems():
                 raise UserError(*found)
@@ -75,8 +67,6 @@ class HuggingFace(DocumentSource):
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """The part that is one shard of a split."""
-
     source: HuggingFace
     split: str
     index: int
@@ -87,8 +77,6 @@ class _Shard:
 
 
 class _ShardReader:
-    """Reads a shard. An offset has the library's position, and the number of documents before it."""
-
     def __init__(self, part: _Shard, offset: dict[str, Any] | None) -> None:
         self._part, self._number, self._opened_at = part, 0, offset
         self._dataset = part.source.dataset(part.split).shard(num_shards=part.count, index=part.index)  # a new object
@@ -112,10 +100,7 @@ class _ShardReader:
 
 
 def _text(example: Mapping[str, Any], source: HuggingFace, *, where: str) -> bytes:
-    """Returns a document's text as UTF-8; b"" if it is blank or `source.where` leaves it out.
-
-    Raises UserError if the column of the text, or one of `source.where`, is missing, or if the text is invalid.
-    """
+    """Returns a document's text as UTF-8; b"" if it is blank or `source.where` leaves it out."""
     for column, values in source.where:
         if column not in example:
             raise UserError(f"text.huggingface.where: {source.name} has no column {column!r}, only {sorted(example)}")

@@ -13,10 +13,7 @@ _CONTEXT_IDS = 16  # ids at the end of a prompt that are decoded with its contin
 
 
 class Vocabulary(Protocol):
-    """Converts text to ids and back.
-
-    Rows are padded with 0 whatever `pad_id` is, because `segment_ids` and `weights` say what is padding.
-    """
+    """Converts text to ids and back."""
 
     @attribute
     def size(self) -> int:
@@ -24,36 +21,30 @@ class Vocabulary(Protocol):
 
     @attribute
     def pad_id(self) -> int | None:
-        """0 if id 0 is reserved for padding, so that no document may contain it; otherwise None or another id."""
+        """0 if id 0 is reserved for padding; otherwise None or another id."""
 
     @attribute
     def eos_id(self) -> int:
-        """The end-of-document id; -1 if the vocabulary of a seqio task has none."""
+        """The end-of-document id; -1 if there is none."""
 
     @attribute
     def bos_id(self) -> int:
-        """The begin-of-text id, the first input of every segment; 0 or the end-of-document id if there is none."""
+        """The begin-of-text id; 0 or the end-of-document id if there is none."""
 
     @attribute
     def hash(self) -> str:
-        """A hexadecimal hash, by which a changed vocabulary is noticed."""
+        """A hexadecimal hash of the vocabulary."""
 
     def encode(self, text: str) -> list[int]:
-        """Converts text to ids, without an end-of-document id. Raises UserError for text that it cannot convert."""
+        """Converts text to ids, without an end-of-document id."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Converts ids up to the first end-of-document id to text; special ids give no text.
-
-        Raises UserError for an id outside the vocabulary.
-        """
+        """Converts ids to text, up to the first end-of-document id."""
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
         """Makes the vocabulary usable; called first on host 0, then on the others.
 
-        Args:
-          run_dir: the run directory, where a trained vocabulary is stored.
-          is_host_zero: whether this is host 0, which alone writes files.
-          sample: yields training documents.
+        A trained vocabulary is stored in `run_dir`, where only host 0 writes. `sample` yields training documents.
         """
 
     def problems(self) -> list[str]:
@@ -64,10 +55,7 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """Two methods that every vocabulary has.
-
-    `can` checks for them without reading a model file; a check for attributes such as `Vocabulary.size` would read it.
-    """
+    """Two methods that every vocabulary has."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""
@@ -90,7 +78,7 @@ class ReadsFile(Protocol):
 
 
 class IsDefinedByTask(Protocol):
-    """A vocabulary that a registered seqio task defines: known once its cache is read or its module is imported.
+    """A vocabulary that a registered seqio task defines.
 
     Attributes:
       corpus: the examples of the task.
@@ -121,17 +109,14 @@ class FormatsChats(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """Formats a conversation.
+        """Formats a conversation. Raises UserError if the chat template is missing or fails.
 
         Args:
           messages: each with a role and its content.
           add_generation_prompt: whether the text ends with the beginning of the next answer.
-          date: the date, for templates that print it; None: today.
-          tools: descriptions of functions that the model may call, as JSON schemas.
-          documents: documents that the model may quote, each with a title and a text.
-
-        Raises:
-          UserError: the chat template is missing, or raises an error.
+          date: for templates that print it; None: today.
+          tools: JSON schemas of functions that the model may call.
+          documents: documents that the model may quote.
         """
 
     def marked_chat(
@@ -142,18 +127,12 @@ class FormatsChats(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Mapping[str, Any]] | None,
     ) -> tuple[str, list[tuple[int, int]]] | None:
-        """Formats a conversation as `chat` does, without a prompt for an answer.
+        """Returns a formatted conversation, and the ranges of characters marked as answers.
+
+        None if the template does not mark them.
 
         Args:
-          messages: the conversation, oldest message first.
-          date: the date that the template may print; None: today.
-          tools, documents: lists of objects that the template gets, or None.
-
-        Returns:
-          The text and the ranges of characters that the template marks as answers; None if it does not mark them.
-
-        Raises:
-          UserError: as `chat`.
+          messages, date, tools, documents: as in `chat`.
         """
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -165,7 +144,7 @@ class ReadsSpecials(Protocol):
 
     @attribute
     def added_ids(self) -> frozenset[int]:
-        """The ids of special and added tokens, which occur only where they are written in a text."""
+        """The ids of special and added tokens."""
 
 
 class ChatVocabulary(Vocabulary, FormatsChats, ReadsSpecials, Protocol):
@@ -184,18 +163,18 @@ class ChatVocabulary(Vocabulary, FormatsChats, ReadsSpecials, Protocol):
 
 
 def lowest_id(vocabulary: Vocabulary) -> int:
-    """Returns the lowest id that a document may contain: 1 if id 0 is reserved for padding, otherwise 0."""
+    """Returns the lowest id that a document may contain."""
     return 1 if vocabulary.pad_id == 0 else 0
 
 
 def with_bos(ids: Sequence[int], vocabulary: Vocabulary) -> list[int]:
-    """Prepends the begin-of-text id to a text's ids, unless the text itself begins with it (written as <s>)."""
+    """Prepends the begin-of-text id, unless the text itself begins with it (written as <s>)."""
     has_it = list(ids[:1]) == [vocabulary.bos_id] and can(vocabulary, ReadsSpecials)
     return list(ids) if has_it else [vocabulary.bos_id, *ids]
 
 
 def with_eos(ids: Sequence[int], vocabulary: Vocabulary) -> list[int]:
-    """Appends the end-of-document id to a text's ids, unless the text itself ends with it (written as </s>)."""
+    """Appends the end-of-document id, unless the text itself ends with it (written as </s>)."""
     has_it = list(ids[-1:]) == [vocabulary.eos_id] and can(vocabulary, ReadsSpecials)
     return list(ids) if has_it else [*ids, vocabulary.eos_id]
 
@@ -206,7 +185,7 @@ def stop_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
 
 
 def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:
-    """Returns the ids before the first end-of-document id. Raises UserError for an id outside the vocabulary."""
+    """Returns the ids before the first end-of-document id."""
     ids = [int(i) for i in ids]
     check_ids(ids, vocabulary)
     return list(itertools.takewhile(lambda i: i != vocabulary.eos_id, ids))
@@ -215,16 +194,7 @@ def before_end(ids: Iterable[int], vocabulary: Vocabulary) -> list[int]:
 def decode_continuation(vocabulary: Vocabulary, prompt: Iterable[int], ids: Iterable[int]) -> str:
     """Converts ids that continue a prompt to the text that they add.
 
-    Decoders such as Llama 2's strip a space at the beginning of a text, which a continuation must keep. Therefore the
-    last ids of the prompt are decoded too, and their text is removed.
-
-    Args:
-      vocabulary: the vocabulary of the ids.
-      prompt: the ids before the continuation; may be empty.
-      ids: the ids of the continuation.
-
-    Raises:
-      UserError: an id of the continuation is outside the vocabulary.
+    Decoders such as Llama 2's strip a space at the beginning of a text, so the last ids of the prompt are decoded, too.
     """
     ids, before = list(ids), [int(i) for i in prompt][-_CONTEXT_IDS:]
     ends = [at for at, i in enumerate(before, 1) if i == vocabulary.eos_id or not 0 <= i < vocabulary.size]

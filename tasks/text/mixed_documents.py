@@ -1,8 +1,4 @@
-"""Mixes several sources of documents by weight.
-
-Each row comes from one source. The source of the run's row r is computed only from r and the weights, so that each
-source has its share of any number of consecutive rows to within a few rows.
-"""
+"""Mixes several sources of documents by weight, row by row."""
 
 import dataclasses
 import hashlib
@@ -26,8 +22,7 @@ from tasks.text.ids import Vocabulary
 class Mixture(Corpus):
     """A `documents.Corpus` of several sources; weights are shares of rows, not of documents.
 
-    `vocabularies` has the vocabulary of each source if one of them is known only after its source was read; otherwise
-    it is ().
+    `vocabularies` has the vocabulary of each source if `problems` compares them; otherwise it is ().
     """
 
     sources: tuple[DocumentSource, ...]
@@ -53,12 +48,10 @@ class Mixture(Corpus):
         return found
 
     def example_problems(self, length: int) -> list[str]:
-        """Returns the `example_problems` of the sources whose examples the user's code makes."""
         tried = (source.example_problems(length) for source in self.sources if can(source, TriesExamples))
         return [problem for found in tried for problem in found]
 
     def fill(self) -> None:
-        """Writes the sources' caches that do not exist yet. Raises UserError if that fails."""
         for source in self.sources:
             if can(source, FillsCache):
                 source.fill()
@@ -75,14 +68,13 @@ class Mixture(Corpus):
         return hashlib.sha256(repr((self.weights, [s.fingerprint() for s in self.sources])).encode()).hexdigest()
 
     def content_hash(self) -> str:
-        """Returns a hash of the content of the files; sources that are not files do not count."""
         found = [source.content_hash() for source in self.sources if can(source, HashesContent)]
         kinds = "+".join(one.partition(":")[0] for one in found)
         return f"{kinds}:{hashlib.sha256(repr(found).encode()).hexdigest()}"
 
 
 class MixtureStream(Stream):
-    """`streams.Stream` that takes whole rows from the streams of several sources."""
+    """A `streams.Stream` that takes whole rows from the streams of several sources."""
 
     def __init__(self, streams: Sequence[packing.PackedStream], weights: Sequence[float], spec: StreamSpec) -> None:
         self._streams, self._weights, self._spec = streams, tuple(map(Fraction, weights)), spec
@@ -100,7 +92,6 @@ class MixtureStream(Stream):
         return packing.batch(rows, length=spec.length)
 
     def _next_once(self) -> Mapping[str, np.ndarray]:
-        """Returns the next rows of a stream that reads every source once; skips sources that have ended."""
         rows: list[packing.Row] = []
         while len(rows) < self._spec.rows and self._left:
             place = source_of(self._row, tuple(self._weights[source] for source in self._left))
@@ -125,10 +116,7 @@ class MixtureStream(Stream):
 
 
 class MixedChunks(Chunks):
-    """`document_streams.Chunks` of several sources; weights are shares of chunks, as in a seqio mixture.
-
-    Each source has its share of any number of consecutive chunks of all streams to within a few chunks.
-    """
+    """Chunks of several sources; weights are shares of chunks, as in a seqio mixture."""
 
     def __init__(self, sources: Sequence[Chunks], weights: Sequence[float], spec: StreamSpec) -> None:
         exact = tuple(map(Fraction, weights))
@@ -162,14 +150,10 @@ class MixedChunks(Chunks):
 
 
 def source_of(row: int, weights: Sequence[Fraction | int]) -> int:
-    """Returns the index of the source of a row.
+    """Returns the index of the source of row `row`, given relative weights.
 
     The list of sources is divided into halves recursively. Of the first n rows of a list, floor(n * share) come from
     its first half. So each half has its share of any consecutive rows to within one row.
-
-    Args:
-      row: number of the row, from 0.
-      weights: relative weights of the sources.
     """
     begin, end = 0, len(weights)
     while end - begin > 1:

@@ -1,9 +1,8 @@
 """Finds documents that nearly repeat an earlier one, by MinHash signatures (Broder 1997), computed by datasketch.
 
-A document is represented by the set of its runs of 5 successive words, without case and punctuation. The share of equal
-entries in two signatures estimates the Jaccard similarity: the runs that both documents have, divided by the runs that
-either has. Only documents whose signatures are equal in a whole band of entries are compared (locality-sensitive
-hashing); the bands are chosen so that few similar pairs are missed.
+A document is represented by the set of its runs of 5 successive words. The share of equal entries in two signatures
+estimates the Jaccard similarity of the sets. Only documents whose signatures are equal in a whole band of entries are
+compared (locality-sensitive hashing).
 """
 
 import re
@@ -37,7 +36,6 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
 
 
 def _runs(text: str) -> Iterator[list[bytes]]:
-    """Yields lists of runs of successive words; a short text, even one without words, is one run."""
     words = [word.encode("utf-8", "surrogatepass") for word in _WORD.findall(text.lower())] or [text.strip().encode()]
     count = max(len(words) - WORDS + 1, 1)
     for start in range(0, count, _RUNS):
@@ -57,7 +55,7 @@ class Seen:
     """
 
     def __init__(self, similarity: float) -> None:
-        """Chooses the bands for a similarity, from 0.5 to 0.95. Raises UserError for another one."""
+        """Chooses the bands for a similarity. Raises UserError if it is not from 0.5 to 0.95."""
         if not LEAST_SIMILARITY <= similarity <= MOST_SIMILARITY:
             raise UserError(
                 f"near duplicates with a similarity of {similarity}: expected {LEAST_SIMILARITY} to {MOST_SIMILARITY}"
@@ -88,11 +86,9 @@ class Seen:
         self._sorted.append((keys[order], documents[order].astype(np.uint32)))
 
     def repeats(self, following: np.ndarray) -> np.ndarray:
-        """Returns whether each document nearly repeats an earlier one, bool [N], and adds those that do not.
+        """Returns whether each document nearly repeats an earlier one, bool [N].
 
-        Args:
-          following: the signatures of the next documents, uint32 [N, HASHES]. Each is compared with the documents added
-            before, and with earlier documents of this array that are not repeats.
+        `following` has their signatures, uint32 [N, HASHES]; those that are no repeats are added.
         """
         keys, found = self._keys(following), np.zeros(len(following), bool)
         earlier = self._with_equal_bands(keys)

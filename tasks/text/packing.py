@@ -1,9 +1,4 @@
-"""Packs segments into rows with numpy, and streams the rows.
-
-The fields of a row are the same as those that seqio's DecoderFeatureConverter makes from the same segments.
-
-T: tokens per row. N: rows.
-"""
+"""Packs segments into rows with numpy, and streams the rows. T: tokens per row. N: rows."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +26,7 @@ class Segment(NamedTuple):
 
 
 def text_segment(ids: np.ndarray, *, bos_id: int, prompt: int = 0) -> Segment:
-    """Returns the segment of a chunk of text, int32 [n]: each id is predicted from `bos_id` and the ids before it.
-
-    The first `prompt` ids have weight 0.
-    """
+    """Returns the segment of a chunk of text, int32 [n]; the first `prompt` ids have weight 0."""
     inputs = np.empty_like(ids)
     inputs[0], inputs[1:] = bos_id, ids[:-1]
     weights = np.ones(len(ids), np.float32)
@@ -46,11 +38,7 @@ Row = list[Segment]
 
 
 def first_fit(segments: Sequence[Segment], *, length: int) -> list[Row]:
-    """Packs segments of at most T ids into rows, from the longest, each into the first row in which it fits.
-
-    Returns:
-      Rows, each with its segments in the given order; the rows are in the order of their first segments.
-    """
+    """Packs segments into rows of T ids, from the longest, each into the first row with room."""
     sizes = np.array([len(segment.targets) for segment in segments], np.int64)
     free = np.full(len(segments), length)
     row_of = np.zeros(len(segments), np.int64)
@@ -67,7 +55,7 @@ def first_fit(segments: Sequence[Segment], *, length: int) -> list[Row]:
 
 
 def in_order(segments: Sequence[Segment], *, length: int) -> list[Row]:
-    """Packs segments of at most T ids into rows in order; a segment that does not fit starts the next row."""
+    """Packs segments into rows of T ids in order; one that does not fit starts a row."""
     rows: list[Row] = []
     used = length
     for segment in segments:
@@ -80,7 +68,7 @@ def in_order(segments: Sequence[Segment], *, length: int) -> list[Row]:
 
 
 def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
-    """Returns every field of a batch, [N, T]; padding is 0 in all of them, also in `segment_ids` and `weights`."""
+    """Returns the fields of a batch, [N, T]; padding is 0 in all of them."""
     packed = {key: np.zeros((len(rows), length), dtype) for key, dtype in BATCH_DTYPES.items()}
     for index, row in enumerate(rows):
         sizes = np.array([len(segment.targets) for segment in row])
@@ -93,19 +81,14 @@ def batch(rows: Sequence[Row], *, length: int) -> Mapping[str, np.ndarray]:
 
 
 class PackedStream(Stream):
-    """`streams.Stream` that reads segments in windows and packs one window at a time.
+    """A `streams.Stream` that reads segments in windows and packs one window at a time.
 
-    A stream that reads its documents once ends with StopIteration; its last element may have fewer rows.
-
-    The rows of a window are in an order that does not depend on their contents. A position is the position of the
-    window and a row number, so resuming reads one window again. Subclasses define the methods that raise
-    NotImplementedError here.
+    Subclasses define the methods that raise NotImplementedError here.
     """
 
     KINDS: Mapping[str, type]  # keys of a window's position, with their types
 
     def __init__(self, spec: StreamSpec, arrange: Callable[..., list[Row]] = first_fit) -> None:
-        """Opens the stream at its start; `arrange` is `first_fit` or `in_order`."""
         self._spec, self._arrange = spec, arrange
         self._rows: list[Row] = []
         self._start: dict[str, Any] = {}  # position of the window of _rows
@@ -127,7 +110,7 @@ class PackedStream(Stream):
         self.move(read_position(state, **self.KINDS, row=int))
 
     def next_row(self) -> Row | None:
-        """Returns the segments of the next row; None at the end of a stream that reads its documents once."""
+        """Returns the segments of the next row; None at the end of a stream that ends."""
         while self._row == len(self._rows):
             self._read_window()
             if not self._rows and self._spec.once:
@@ -143,7 +126,6 @@ class PackedStream(Stream):
         }
 
     def move(self, position: Mapping[str, Any]) -> None:
-        """Moves to a position."""
         self._move(position)
         self._rows, self._row = [], 0
         if position["row"]:
@@ -151,7 +133,7 @@ class PackedStream(Stream):
             self._row = position["row"]
 
     def share(self) -> float:
-        """Returns approximately the share of the source that was returned as rows, if reading began at its start."""
+        """Returns approximately the share of the source that was returned as rows."""
         returned, read = self._rows_before + self._row, self._rows_before + len(self._rows)
         return self._source_share() * returned / max(read, 1)
 
@@ -175,5 +157,5 @@ class PackedStream(Stream):
         raise NotImplementedError
 
     def _next_window(self) -> list[Segment]:
-        """Returns the segments of the next window; [] at the end of a stream that reads its documents once."""
+        """Returns the segments of the next window; [] at the end of a stream that ends."""
         raise NotImplementedError

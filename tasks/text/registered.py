@@ -5,8 +5,8 @@ Importing this module registers `renga.python_source`. Your own module adds othe
   registered.add("notes", text.files(train="/data/notes/*.jsonl", length=512, num_streams=1))
   seqio.MixtureRegistry.add("all", [("notes", 1.0), ("renga.python_source", 0.2)])
 
-A document becomes ids with the end-of-document id, split into pieces of at most seqio's sequence length of `targets`. A
-conversation gives one example per answer: `inputs` has all ids before the answer, and `targets` those of the answer.
+A document becomes ids with the end-of-document id, split to seqio's sequence length. A conversation gives one example
+per answer: `inputs` has all ids before the answer, and `targets` those of the answer.
 """
 
 import functools
@@ -28,15 +28,7 @@ from tasks.text.tfds_source import tensorflow
 def add(name: str, task: TextTask, **options: Any) -> Any:
     """Registers a task of documents or conversations as a seqio Task, and returns it.
 
-    Args:
-      name: the name of the seqio task.
-      task: `text.files`, `text.python_source`, `text.tfds` or `text.huggingface`, which has the feature `targets`; or
-        `text.chats`, which has `inputs` and `targets`. Its length and number of streams are not used.
-      **options: options of `seqio.TaskRegistry.add`, such as `metric_fns`.
-
-    Raises:
-      UserError: seqio is not installed, the task has neither documents nor conversations, or its vocabulary cannot be
-        read.
+    `options` are those of `seqio.TaskRegistry.add`, such as `metric_fns`.
     """
     seqio, tf, source = seqio_tasks.library(), tensorflow(), task.corpus
     features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]
@@ -61,10 +53,7 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
 
 
 def vocabulary(ours: Vocabulary) -> Any:
-    """Returns one of Renga's vocabularies, such as `vocabularies.tokenizer(folder)`, as a seqio Vocabulary.
-
-    Raises UserError if seqio is not installed, or the vocabulary cannot be read.
-    """
+    """Returns one of Renga's vocabularies as a seqio Vocabulary."""
     seqio = seqio_tasks.library()
     if ours.hash == vocabularies.bytes().hash:
         return seqio.ByteVocabulary()
@@ -72,10 +61,7 @@ def vocabulary(ours: Vocabulary) -> Any:
 
 
 def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
-    """A seqio preprocessor that splits `targets` into pieces of at most their length in `sequence_length`.
-
-    Without lengths, nothing is split.
-    """
+    """A seqio preprocessor that splits `targets` to their length in `sequence_length`, if there is one."""
     if not sequence_length:
         return dataset
     tf, length = tensorflow(), sequence_length["targets"]
@@ -91,7 +77,7 @@ def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
 def leave_out_long(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
     """A seqio preprocessor that leaves out examples whose `inputs` are longer than in `sequence_length`.
 
-    seqio would cut them, and an answer needs all of them. Without lengths, nothing is left out.
+    seqio would cut them, and an answer needs all of them.
     """
     if not sequence_length:
         return dataset
@@ -100,7 +86,6 @@ def leave_out_long(dataset: Any, sequence_length: Mapping[str, int] | None) -> A
 
 
 def _documents(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields {"targets": ids} for each document of a split that is not blank, in order."""
     task.vocabulary.prepare("", is_host_zero=False, sample=lambda: ())
     assert isinstance(task.corpus, DocumentSource)
     for part in task.corpus.parts(split, 1).parts:
@@ -112,7 +97,6 @@ def _documents(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]
 
 
 def _answers(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields {"inputs": all ids before an answer, "targets": its ids} for each answer of a split, in order."""
     assert isinstance(task.corpus, ChatFiles)
     for line in task.corpus.lines(split):
         inputs, targets, weights = chat_files.segment(line.chat(), cast(ChatVocabulary, task.vocabulary))
@@ -123,7 +107,6 @@ def _answers(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
 
 @functools.cache
 def _vocabulary_class() -> type:
-    """Imports seqio, and returns a seqio class for Renga's vocabularies."""
     seqio, tf = seqio_tasks.library(), tensorflow()
 
     class OwnVocabulary(seqio.Vocabulary):  # type: ignore[name-defined]  # of a library that is imported late

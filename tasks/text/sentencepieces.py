@@ -1,8 +1,4 @@
-"""SentencePiece vocabularies: an existing model, or one that a run trains on its own text when it first starts.
-
-A trained model reproduces texts exactly (byte fallback, no normalization), except that U+2581, SentencePiece's mark of
-a space, becomes a space. Training is deterministic. Every host compares a trained model with the hash stored beside it.
-"""
+"""SentencePiece vocabularies: an existing model, or one that a run trains on its own text when it first starts."""
 
 import functools
 import hashlib
@@ -27,14 +23,12 @@ class SentencePiece(Vocabulary):
 
     @classmethod
     def of_model(cls, model: bytes) -> "SentencePiece":
-        """Returns the vocabulary of a serialized model."""
         found = cls("")
         found.__dict__["_model"] = model
         return found
 
     @functools.cached_property
     def _model(self) -> bytes:
-        """The serialized model. Raises UserError if its file does not exist."""
         try:
             return paths.resolve(self.path).read_bytes()
         except FileNotFoundError as error:
@@ -54,12 +48,10 @@ class SentencePiece(Vocabulary):
 
     @property
     def size(self) -> int:
-        """The number of ids; reads the model."""
         return self._processor.get_piece_size()
 
     @property
     def pad_id(self) -> int | None:
-        """The padding id; None for a model without padding, which is SentencePiece's default."""
         return self._processor.pad_id() if self._processor.pad_id() >= 0 else None
 
     @property
@@ -82,14 +74,9 @@ class SentencePiece(Vocabulary):
         return self._processor.decode([i for i in before_end(ids, self) if i not in specials])
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Reads the model, so that an invalid one is an error before the first step.
-
-        Raises UserError if there is no such file, or it is no SentencePiece model with an end-of-document id.
-        """
         _ = self._processor
 
     def problems(self) -> list[str]:
-        """Returns a problem if no path is set, or a local model does not exist; a gs:// model is not looked up."""
         if not self.path:
             return [
                 "VOCABULARY is not set: bind it to a SentencePiece model, e.g. --gin \"VOCABULARY = '/data/my.model'\""
@@ -106,7 +93,7 @@ class SentencePiece(Vocabulary):
 
 
 class TrainedSentencePiece(SentencePiece):
-    """A SentencePiece model of `size` ids; host 0 trains it once on the task's text, and keeps it with the run."""
+    """A SentencePiece model of `size` ids that host 0 trains once on the task's text."""
 
     pad_id = PAD_ID
 
@@ -116,15 +103,10 @@ class TrainedSentencePiece(SentencePiece):
 
     @property
     def size(self) -> int:
-        """The number of ids, which is known before training."""
         return self._size
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Trains a model on host 0 unless the run already has one; every host checks the hash stored beside it.
-
-        Raises:
-          UserError: the text is too short to train the model, or the model is missing or not the one that host 0 wrote.
-        """
+        """Trains a model on host 0 unless the run already has one; the others read it."""
         folder = paths.resolve(run_dir) / "vocabulary"
         model, digest = folder / f"sentencepiece_{self._size}.model", folder / f"sentencepiece_{self._size}.sha256"
         if is_host_zero and not digest.exists():
@@ -167,7 +149,6 @@ def _write(model: bytes, to: Any) -> None:
 
 
 def _sentences(documents: Iterable[str]) -> Iterator[str]:
-    """Yields lines of the documents, split to fit the trainer's limit, until the sample size is reached."""
     left = TRAINING_SAMPLE_BYTES
     for document in documents:
         for line in document.splitlines(keepends=True):
@@ -179,13 +160,7 @@ def _sentences(documents: Iterable[str]) -> Iterator[str]:
 
 
 def _train(documents: Iterable[str], size: int) -> bytes:
-    """Trains a byte-pair model, as the module describes, and returns it serialized.
-
-    It is deterministic: it uses one thread, and byte-pair encoding only counts, without floating-point arithmetic.
-
-    Raises:
-      UserError: the text is too short for `size` pieces, or has too many different characters for them.
-    """
+    """Trains a byte-pair model and returns it serialized; one thread makes it deterministic."""
     import sentencepiece
 
     model = io.BytesIO()

@@ -2,7 +2,7 @@
 
 The pipeline runs once, in other processes (`tasks/text/seqio_pipeline.py`), with the run's sequence lengths; each
 example becomes a document of a token cache. The folder has one token cache per task, and `seqio.json`, which is written
-last: the vocabulary, the mixing rates, and what the cache depends on. Examples are read in this order:
+last. Examples are read in this order:
 
   train, epoch 0      some examples of each shard 0 1 2 … in turn        -> documents in a fixed order
   train, epoch 1 …    only for a task whose preprocessors draw random numbers
@@ -58,7 +58,7 @@ class SeqioCache(DocumentSource):
     Attributes:
       asked: the task or mixture.
       path: the folder of the cache, local or gs://.
-      epochs: number of epochs to cache if the task's preprocessors draw random numbers; None: they must not draw any.
+      epochs: number of epochs to cache if preprocessors draw random numbers; None: they must draw none.
     """
 
     asked: Asked
@@ -66,17 +66,11 @@ class SeqioCache(DocumentSource):
     epochs: int | None = None
 
     def named_files(self) -> tuple[str, ...]:
-        """Returns the folder if it is in a bucket, otherwise (): a local folder may not exist yet."""
         return (self.path,) if paths.is_remote(self.path) else ()
 
     @functools.cached_property
     def saved(self) -> Mapping[str, Any] | None:
-        """The content of `seqio.json`; None before it is written.
-
-        Raises:
-          UserError: the file is damaged, the cache belongs to another task or another version of it, or the module was
-            changed and its task cannot be read.
-        """
+        """The content of `seqio.json`; None before it is written."""
         file = paths.resolve(self.path) / FILE
         try:
             found = foreign_json.load_object(file.read_bytes(), _KINDS)
@@ -94,10 +88,7 @@ class SeqioCache(DocumentSource):
 
     @functools.cached_property
     def definition(self) -> Mapping[str, Any]:
-        """The vocabulary and the tasks, as `seqio_pipeline.definition` returns them; from the cache once it is written.
-
-        Before that, it takes seconds. Raises UserError if the task cannot be read, or as `saved`.
-        """
+        """The vocabulary and the tasks; read from the cache once it is written."""
         return self.saved or _definition(self.asked)
 
     def problems(self) -> list[str]:
@@ -119,7 +110,6 @@ class SeqioCache(DocumentSource):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """Returns the problems of the first examples of each task and split; [] once the cache is written."""
         return [] if self.saved else self.definition["problems"]
 
     def fill(
@@ -134,16 +124,11 @@ class SeqioCache(DocumentSource):
         """Writes the cache, or the missing part of it.
 
         Args:
-          processes: number of processes that run the pipeline; default: one per core.
+          processes: number of processes that run the pipeline; None: one per core.
           say: called with messages.
-          report: called with the progress; default: `say` gets a line every 10 s.
-          beam: options with which the pipeline runs on Apache Beam, which makes the same cache; None: without Beam.
-          filters: which examples are left out; None: none, and an existing cache may have any filters.
-
-        Raises:
-          UserError: the task has `problems`, its pipeline fails, or a split has no example; the folder has other files,
-            or another command uses it; the cache cannot be read; or the filters are not those of the cache, or cannot
-            be applied to the task.
+          report: called with the progress; None: `say` gets a line every 10 s.
+          beam: options of Apache Beam; None: the pipeline runs without Beam.
+          filters: which examples are left out; None: none, but an existing cache may have any filters.
         """
         self.__dict__.pop("saved", None)  # another host may have written it
         if filters:
@@ -164,11 +149,6 @@ class SeqioCache(DocumentSource):
             say(f"{self.describe()}: cached in {time.monotonic() - start:.0f} s")
 
     def _checked(self, filters: "Filters") -> "Filters | None":
-        """Returns filters with their digest; None if they leave out nothing.
-
-        Raises:
-          UserError: the cache was written with other filters, or they cannot be applied to this task.
-        """
         from tasks.text import tokenizing
 
         if excluded := filters.excluded():
@@ -220,10 +200,7 @@ class SeqioCache(DocumentSource):
     def _make_parts(
         self, jobs: Sequence["_TaskJob"], filters: "Filters | None", arguments: Sequence[str]
     ) -> Callable[..., Any]:
-        """Makes the parts of all jobs on Apache Beam; returns the function that reads them (`Parts.submit`).
-
-        Raises UserError if the pipeline fails, or a source was changed meanwhile.
-        """
+        """Makes the parts of all jobs on Apache Beam; returns the function that reads them."""
         from tasks.text import beam_parts
 
         def identity() -> str:
@@ -241,14 +218,9 @@ class SeqioCache(DocumentSource):
         return parts.submit
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the settings of the cache and a hash of the module, as JSON values."""
         return {**dataclasses.asdict(self.asked), "epochs": self.epochs, "module_hash": _module_hash(self.asked.module)}
 
     def _require_same(self, saved: Mapping[str, Any], what: str) -> None:
-        """Raises UserError if the cache was written for another task, other lengths or other `epochs`.
-
-        `what` begins the message.
-        """
         for key, value in self._identity().items():
             if key in ("module", "module_hash") or saved.get(key) == value:  # `_changed` compares the modules' tasks
                 continue
@@ -256,18 +228,11 @@ class SeqioCache(DocumentSource):
             raise UserError(f"{what} with {setting} = {saved.get(key)}, now {value}: give another text.seqio.cache")
 
     def _is_changed(self, saved: Mapping[str, Any]) -> bool:
-        """Returns whether the module's file is on this host and was changed since the cache was written.
-
-        False if the cache was written with a module of another name.
-        """
         is_same_module = saved.get("module") == self.asked.module
         return is_same_module and _module_hash(self.asked.module) not in (None, saved.get("module_hash"))
 
     def _changed(self, saved: Mapping[str, Any]) -> str:
-        """Says how the task differs from that of the cache, or what is wrong with its first examples; "": neither.
-
-        Metrics are not compared.
-        """
+        """Says how the task differs from that of the cache, or what is wrong with its first examples; "": neither."""
         try:
             now = _definition(self.asked)
         finally:
@@ -304,10 +269,6 @@ class SeqioCache(DocumentSource):
         return DocumentStream(self.chunks(spec), spec, window_ids=min(document_streams.WINDOW_IDS, ids + 1))
 
     def chunks(self, spec: StreamSpec) -> Chunks:
-        """Opens the examples of one stream at its start; those of several tasks are mixed by their rates.
-
-        Raises UserError without a cache.
-        """
         rates = [about["rate"] for about in self.definition["tasks"].values()]
         found = [
             (cache.chunks(spec), rate)
@@ -318,11 +279,9 @@ class SeqioCache(DocumentSource):
         return chunks[0] if len(chunks) == 1 else MixedChunks(chunks, [rate for _, rate in found], spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """Yields nothing, because the vocabulary exists."""
         return iter(())
 
     def describe(self) -> str:
-        """Describes the task, with counts if its cache is local and written."""
         inputs = f", inputs of up to {self.asked.inputs} ids" if self.asked.inputs else ""
         try:
             if paths.is_remote(self.path) or self.saved is None:
@@ -338,37 +297,20 @@ class SeqioCache(DocumentSource):
         )
 
     def left_out(self) -> dict[str, int]:
-        """Returns how many examples the filters left out of the cache, by reason; reasons without examples are omitted.
-
-        Raises UserError without a cache.
-        """
+        """Returns how many examples the filters left out of the cache, by reason."""
         found = {reason: [cache.about["left_out"][reason] for cache in self._opened] for reason in FILTERED}
         return {reason: n for reason, each in found.items() if (n := sum(one["documents"] for one in each))}
 
     def train_tokens(self) -> int | None:
-        """Returns the number of tokens of the training split; None for several tasks or an unwritten cache."""
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the tasks' metrics, on at most `most` examples of each.
-
-        A written cache does not tell which metrics there are now if it names none, or if the module was changed since.
-        Then the process that reads the examples checks them later.
-
-        Raises:
-          UserError: the cache cannot be read; or metrics are checked here, and there are none or one needs other model
-            outputs than predictions or scores.
-        """
         found = [kind for about in self.definition["tasks"].values() for kind in about.get("metrics", ())]
         if not self.saved or (found and not self._is_changed(self.saved["asked"])):
             seqio_metrics.require_kinds(self.asked.name, found)
         return self.asked.measured(most)
 
     def fingerprint(self) -> str:
-        """Returns a hash of the cached examples in their order, the mixing rates, and `epochs`.
-
-        Raises UserError without a cache.
-        """
         splits = [
             [[cache.about["splits"][split][kind] for kind in ("documents", "tokens", "digest")] for split in SPLITS]
             for cache in self._opened
@@ -379,11 +321,6 @@ class SeqioCache(DocumentSource):
 
 @functools.cache
 def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
-    """Returns a task's definition and "", or {} and the error.
-
-    The process that was asked is ended after an error, or if the definition has `problems`, so that a later call
-    imports the user's module anew.
-    """
     processes, problem = seqio_pipeline.PROCESSES, ""
     found: Mapping[str, Any] = {}
     try:
@@ -396,7 +333,6 @@ def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
 
 
 def _definition(asked: Asked) -> Mapping[str, Any]:
-    """Returns the definition of a task, for which a process is asked once. Raises UserError if it cannot be read."""
     found, problem = _asked(asked)
     if problem:
         raise UserError(problem)
@@ -404,8 +340,6 @@ def _definition(asked: Asked) -> Mapping[str, Any]:
 
 
 class _TaskJob:
-    """Writes the token cache of one task."""
-
     def __init__(
         self, cache: SeqioCache, name: str, about: Mapping[str, Any], out: str, filters: "Filters | None"
     ) -> None:
@@ -416,13 +350,11 @@ class _TaskJob:
         }  # fmt: skip
 
     def sources(self) -> list[dict[str, Any]]:
-        """Returns the path, size in bytes and version of each file that the task reads."""
         from tasks.text import tokenizing
 
         return tokenizing.listing({name: paths.resolve(name).stat().length for name in self._about["files"]})
 
     def write(self, processes: int, submit: Callable[..., Any], **options: Any) -> None:
-        """Writes the cache, or the missing part of it, from the results of `Processes.submit` or `Parts.submit`."""
         from tasks.text import tokenizing
 
         vocabulary = {key: value for key, value in self._cache.definition["vocabulary"].items() if key != "model"}
@@ -449,7 +381,7 @@ class _TaskJob:
         )
 
     def _phases(self) -> list[tuple[str, int, int]]:
-        """Returns the phases, which are read one after another: (split, epoch, number of lanes)."""
+        """Returns (split, epoch, number of lanes) of what is read, in order."""
         epochs = (self._cache.epochs or 1) if self._about["draws"] else 1
         most = 1 if self._about["draws"] else _MOST_SHARDS  # the random numbers are those of an undivided source
         return [
@@ -459,7 +391,6 @@ class _TaskJob:
         ]
 
     def lanes(self) -> list[Lane]:
-        """Returns the lanes of all splits and epochs, which together have all examples."""
         return [Lane(self._name, *phase[:2], lane, phase[2]) for phase in self._phases() for lane in range(phase[2])]
 
     def _converted(
@@ -498,7 +429,6 @@ class _TaskJob:
         return submit(lane.index % processes, call, self._cache.asked, lane, begin, _EXAMPLES, self._filters)
 
     def _record_examples(self, writer: Writer) -> None:
-        """Records the number of examples of each cached epoch."""
         for split, sizes in self._progress["documents"].items():
             about = writer.counts.splits[split]
             about["epochs"] = sizes if len(sizes) > 1 else [about["documents"]]  # filters need a single epoch
@@ -526,7 +456,6 @@ class DefinedVocabulary(Vocabulary):
 
     @property
     def eos_id(self) -> int:
-        """The end-of-document id; -1 if there is none."""
         return self._about["eos_id"]
 
     @property
@@ -535,7 +464,6 @@ class DefinedVocabulary(Vocabulary):
 
     @functools.cached_property
     def _converter(self) -> Any:
-        """Converts texts; a vocabulary that is neither bytes nor SentencePiece imports seqio and the task's module."""
         match self._about["kind"]:
             case "bytes":
                 return Bytes()

@@ -1,9 +1,7 @@
 """Reads registered seqio tasks live: with tf.data in the run's process, without a token cache.
 
-seqio's own converter packs the examples. The position of a stream is its tf.data iterator with all its buffers, which
-the task's own shuffling can make large. It can be read only by the version of TensorFlow that wrote it.
-
-R: rows per element. T: tokens per row.
+The position of a stream is its tf.data iterator with its buffers, which can be read only by the version of TensorFlow
+that wrote it. R: rows per element. T: tokens per row.
 """
 
 import dataclasses
@@ -58,7 +56,6 @@ class LiveSeqio(Corpus):
         return SeqioStream(self, spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """Yields nothing, because the task has a vocabulary."""
         return iter(())
 
     @functools.cached_property
@@ -73,16 +70,12 @@ class LiveSeqio(Corpus):
         return []
 
     def example_problems(self, length: int) -> list[str]:
-        """Returns the problems of the first examples of each task and split.
-
-        They are made with the lengths of `asked`; `length` is not used.
-        """
         return self._definition["problems"]
 
     def lengths(self, length: int) -> dict[str, int]:
         """Returns the maximum number of ids of each feature in a row of `length` ids.
 
-        Inputs that would fill the row, as in a smoke run with short rows, get half of it.
+        Inputs that would fill the row get half of it.
         """
         if self.asked.inputs is None:
             return {"targets": length}
@@ -96,10 +89,6 @@ class LiveSeqio(Corpus):
         )
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        """Returns the tasks' metrics, on at most `most` examples of each.
-
-        Raises UserError as `seqio_metrics.require_metrics`, such as if there are none.
-        """
         seqio_metrics.require_metrics(self.asked.name, self.asked.module)
         return self.asked.measured(most)
 
@@ -108,12 +97,11 @@ class LiveSeqio(Corpus):
         return f"text.seqio: {self.asked.name}{inputs}"
 
     def fingerprint(self) -> str:
-        """Returns a hash of the name and of the length of inputs alone, because what the task reads is not known."""
         return hashlib.sha256(self._named().encode()).hexdigest()
 
 
 class SeqioStream(Stream):
-    """`streams.Stream` over a tf.data iterator. Raises UserError as `rows`."""
+    """A `streams.Stream` over a tf.data iterator."""
 
     def __init__(self, corpus: LiveSeqio, spec: StreamSpec) -> None:
         self._tf = tensorflow()
@@ -122,10 +110,6 @@ class SeqioStream(Stream):
         self._iterator = iter(rows(corpus, spec))
 
     def __next__(self) -> Mapping[str, np.ndarray]:
-        """Returns the next rows; a stream that reads its examples once ends with StopIteration.
-
-        Raises UserError if the task fails, or has no rows for this stream.
-        """
         try:
             found = batch_of(next(self._iterator))
             self._has_read = True
@@ -163,16 +147,13 @@ class SeqioStream(Stream):
 
 
 def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-    """Renames seqio's decoder features, each [R, T], to the fields of a batch; padding is 0 in all of them."""
+    """Renames seqio's decoder features, each [R, T], to the fields of a batch."""
     batch = {key: features[name].numpy() for key, name in _NAMES.items()}
     return {**batch, "inputs": batch["inputs"] * (batch["segment_ids"] > 0)}
 
 
 def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
-    """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T].
-
-    Raises UserError if seqio is not installed; also as `seqio_tasks.registered`.
-    """
+    """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T]."""
     tf, seqio = tensorflow(), seqio_tasks.library()
     lengths = corpus.lengths(spec.length)
     with log_filters.without_records(*_HARMLESS):

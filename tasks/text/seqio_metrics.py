@@ -1,8 +1,4 @@
-"""Computes a registered seqio task's own metrics on its validation split, with `seqio.Evaluator`.
-
-`Measured.questions` and `Measured.computed` import seqio, so a run calls them in a separate process. Between the two,
-`answered` queries the model, without seqio.
-"""
+"""Computes a registered seqio task's own metrics on its validation split, with `seqio.Evaluator`."""
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,11 +29,7 @@ class Measured(NamedTuple):
     lengths: tuple[tuple[str, int], ...] = ()
 
     def questions(self) -> dict[str, Any]:
-        """Returns what to ask the model, as JSON values: `eos_id`, and in `tasks` the `kinds` and `pairs` of each task.
-
-        Raises:
-          UserError: as `require_metrics`; or the examples cannot be made, or there are none.
-        """
+        """Returns what to ask the model, as JSON values for `answered`."""
         found, evaluator = require_metrics(self.name, self.module), _evaluator(self)
         asked = {}
         for task in evaluator.eval_tasks:
@@ -45,11 +37,7 @@ class Measured(NamedTuple):
         return {"eos_id": seqio_tasks.eos_id(found.output_features["targets"].vocabulary), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        """Returns the metrics that are numbers, by task and metric, computed from the outputs of `answered`.
-
-        Raises:
-          UserError: the examples cannot be made, or a metric fails.
-        """
+        """Returns the metrics that are numbers, by task and metric, from `answered`'s outputs."""
         evaluator, types = _evaluator(self), seqio_tasks.library().metrics.ModelOutputType
         of = {id(dataset): outputs[name] for name, dataset in evaluator.cached_model_datasets.items()}
 
@@ -71,12 +59,7 @@ class Measured(NamedTuple):
 
 
 def require_metrics(name: str, module: str | None = None) -> Any:
-    """Returns a registered task or mixture after checking its metrics.
-
-    Raises:
-      UserError: as `seqio_tasks.registered`; it has no metrics; one needs other outputs of the model than predictions
-        or scores; or one needs predictions, and the vocabulary has no end-of-document id.
-    """
+    """Returns a registered task or mixture. Raises UserError if its metrics cannot be computed."""
     seqio, found = seqio_tasks.library(), seqio_tasks.registered(name, "--task", module=module)
     needed = [kind for task in seqio.get_subtasks(found) for kind in kinds(task)]
     require_kinds(name, needed)
@@ -90,12 +73,12 @@ def require_metrics(name: str, module: str | None = None) -> Any:
 
 
 def kinds(task: Any) -> list[str]:
-    """Returns the model outputs that a seqio task's metrics need, as names of `seqio.metrics.ModelOutputType`."""
+    """Returns the model outputs that metrics need, as names of `seqio.metrics.ModelOutputType`."""
     return sorted({metric.model_output_type.name for metric in task.metric_objs})
 
 
 def require_kinds(name: str, found: Collection[str]) -> None:
-    """Raises UserError if a task has no metrics, or metrics that need other outputs than predictions or scores."""
+    """Raises UserError unless there are metrics, all of predictions or scores."""
     if not found or set(found) - {_PREDICTION, _WITH_SCORES, _SCORE}:
         has = ", ".join(sorted(set(found))) or "no metrics"
         raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
@@ -111,8 +94,8 @@ def answered(
 
     Args:
       questions: the result of `Measured.questions`.
-      score: returns the log-likelihood of each continuation, given pairs of ids (context, continuation).
-      predict: called with prompts (ids) and a number; returns the continuation of each prompt, at most so many ids.
+      score: returns log-likelihoods, given pairs of ids (context, continuation).
+      predict: returns continuations, given prompts and the largest number of ids.
     """
     eos_id, outputs = questions["eos_id"], {}
     for name, asked in questions["tasks"].items():
@@ -133,7 +116,6 @@ def answered(
 
 @functools.lru_cache(maxsize=1)
 def _evaluator(measured: Measured) -> Any:
-    """Returns seqio's evaluator, which reads the examples once. Raises UserError if they cannot be made."""
     seqio = seqio_tasks.library()
     try:
         return seqio.Evaluator(
@@ -149,11 +131,7 @@ def _evaluator(measured: Measured) -> Any:
 
 
 def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
-    """Returns for each example the ids before the targets, beginning with the begin-of-text id 0, and the targets.
-
-    Raises:
-      UserError: there are no examples.
-    """
+    """Returns the ids before the targets, beginning with id 0, and the targets of each example."""
     examples = [example for _, example in dataset.as_numpy_iterator()]
     if not examples:
         raise UserError("the validation split of the task has no examples")
@@ -162,13 +140,11 @@ def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _padded(answers: Sequence[Sequence[int]], eos_id: int) -> list[list[int]]:
-    """Pads answers to equal lengths, as seqio expects: each ends with the end-of-document id, followed by zeros."""
     longest = max(map(len, answers))
     return [[*ids, eos_id, *[0] * (longest - len(ids))] for ids in answers]
 
 
 def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the metrics that are numbers; seqio also has texts, images and histograms for TensorBoard."""
     for name, metric in metrics.items():
         value = getattr(metric, "value", metric)
         if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():

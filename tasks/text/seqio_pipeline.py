@@ -1,7 +1,6 @@
 """Runs the pipelines of registered seqio tasks in separate processes, for token caches.
 
-These processes import seqio, TensorFlow and the module that registers the tasks. They call the public functions of the
-first half of this module; `Processes` starts them.
+These processes import seqio, TensorFlow and the module that registers the tasks; `Processes` starts them.
 """
 
 import atexit
@@ -45,7 +44,7 @@ class Asked:
 
     Attributes:
       name: its registered name.
-      module: the module that registers it, which is imported first; None: none.
+      module: the module that registers it; None: none is imported.
       inputs, targets: maximum number of ids of each feature; `inputs` is None for a task without inputs.
     """
 
@@ -60,7 +59,7 @@ class Asked:
         return ({} if self.inputs is None else {"inputs": self.inputs}) | {"targets": self.targets}
 
     def measured(self, most: int) -> Measured:
-        """Returns the task's own metrics, on at most `most` examples of each task, cut as in training."""
+        """Returns the task's own metrics, on at most `most` examples of each task."""
         return Measured(self.name, self.module, most, tuple(self.lengths.items()))
 
     @property
@@ -97,15 +96,9 @@ class Found(NamedTuple):
 def definition(asked: Asked) -> dict[str, Any]:
     """Returns what a run must know about a task or mixture, as JSON values.
 
-    Returns:
-      `vocabulary`: as `seqio_tasks.described` returns it.
-      `tasks`: for each task, its mixing `rate`; the number of `shards` by split; the `files` of its source, local or in
-        a bucket; `draws`, whether its preprocessors draw random numbers; the model outputs that its `metrics` need; and
-        the checksum of its `first` 64 examples by split.
-      `problems`: of these examples.
-
-    Raises:
-      UserError: the module cannot be imported, or the task cannot be read or is not one for a decoder.
+    `vocabulary` is described by `seqio_tasks.described`. `tasks` has for each task its mixing `rate`, the number of
+    `shards` by split, the `files` of its source, whether it `draws` random numbers, the outputs that its `metrics`
+    need, and checksums of its `first` examples.
     """
     try:
         return _definition(asked)
@@ -134,7 +127,6 @@ def _definition(asked: Asked) -> dict[str, Any]:
 
 
 def _rate(mixture: Any, task: Any) -> float:
-    """Returns the mixing rate of a task. Raises UserError if it cannot be computed, or is not a positive number."""
     try:
         rate = float(mixture.get_rate(task))
     except Exception as error:  # a rate may be a user's function
@@ -160,7 +152,7 @@ def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[
 
 
 def require_texts(asked: Asked) -> None:
-    """Raises UserError if the vocabulary cannot convert ids to text, which filters compare."""
+    """Raises UserError if the vocabulary cannot convert ids to text."""
     vocabulary = seqio_tasks.registered(asked.name, module=asked.module).output_features["targets"].vocabulary
     ids = vocabulary.encode("some text")
     if isinstance(ids, str) or not isinstance(vocabulary.decode(ids), str):
@@ -174,7 +166,7 @@ _open: dict[Lane, "_Examples"] = {}  # the lanes that this process is reading
 
 
 def close(lane: Lane) -> None:
-    """Closes a lane that is not read further."""
+    """Closes a lane."""
     _open.pop(lane, None)
 
 
@@ -183,14 +175,10 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters |
 
     Args:
       asked: the task or mixture.
-      lane: the lane, which the process keeps open between calls until its end.
-      begin: number of the first example, from 0; examples without targets count.
-      most: maximum number of examples to read; examples without targets count.
-      filters: compare training examples by their texts, decoded from ids; the result has what they found. None: no
-        example is compared.
-
-    Raises:
-      UserError: the pipeline fails, an example has ids outside the vocabulary, or a filter cannot be used.
+      lane: the lane, which the process keeps open between calls.
+      begin: number of the first example, from 0.
+      most: maximum number of examples to read.
+      filters: compares the texts of training examples; None: not compared.
     """
     examples = _open.get(lane)
     if examples is None or examples.number != begin:
@@ -228,13 +216,11 @@ def convert(asked: Asked, lane: Lane, begin: int, most: int, filters: "Filters |
 
 @functools.lru_cache(maxsize=1)
 def _excluded(filters: "Filters", name: str) -> "Excluded | None":
-    """Returns the texts of evaluation sets, after encoding and decoding by the task's vocabulary; None without any."""
     vocabulary = seqio_tasks.registered(name).output_features["targets"].vocabulary
     return filters.excluded(lambda text: _decoded(vocabulary, vocabulary.encode(text)))
 
 
 def _text(vocabulary: Any, ids: np.ndarray, prompt: int) -> str:
-    """Returns the text of an example: its inputs, if any, and its targets, with a line break between them."""
     return "\n".join(_decoded(vocabulary, part) for part in np.split(ids, [prompt]) if len(part))
 
 
@@ -245,13 +231,7 @@ def _decoded(vocabulary: Any, ids: Sequence[int] | np.ndarray) -> str:
 
 
 class _Examples(Iterator):
-    """The examples of a lane: the ids of `inputs` and `targets` together, and how many are of `inputs`.
-
-    Attributes:
-      number: number of the next example.
-      vocabulary: vocabulary of all features.
-      vocab_size: all ids are below this.
-    """
+    """The examples of a lane: the ids of `inputs` and `targets` together, and how many are of `inputs`."""
 
     def __init__(self, asked: Asked, lane: Lane, begin: int) -> None:
         self._lane, self._features, self.number = lane, tuple(asked.lengths), begin
@@ -283,7 +263,6 @@ class _Examples(Iterator):
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Converts exceptions of the user's source or preprocessors to UserErrors that name the example."""
         try:
             yield
         except StopIteration:
@@ -295,7 +274,6 @@ class _Examples(Iterator):
 
 
 def _dataset(asked: Asked, lane: Lane, task: Any) -> Any:
-    """Returns the examples of a lane as a tf.data dataset."""
     _seed_tensorflow(None if _draws(task) else lane.epoch)
     return task.get_dataset(
         asked.lengths,
@@ -310,11 +288,6 @@ def _dataset(asked: Asked, lane: Lane, task: Any) -> Any:
 
 
 def _registered(asked: Asked) -> Any:
-    """Imports the module, and returns the seqio Task or Mixture.
-
-    Raises:
-      UserError: as `seqio_tasks.registered`; or `inputs_length` does not fit its features, or it lacks a split.
-    """
     found = seqio_tasks.registered(asked.name, module=asked.module)
     has_inputs = "inputs" in found.output_features
     if has_inputs != (asked.inputs is not None):
@@ -334,7 +307,6 @@ def _tasks(found: Any) -> Sequence[Any]:
 
 
 def _shown(error: Exception) -> str:
-    """Returns an error's message on one line; if it is long, its end, where TensorFlow's messages have the cause."""
     said = " ".join(str(error).split())
     return said if len(said) <= _SHOWN else f"… {said[-_SHOWN:]}"
 
@@ -344,10 +316,7 @@ def _is_file(name: str) -> bool:
 
 
 def _seed_tensorflow(seed: int | None) -> None:
-    """Sets TensorFlow's seed, so that random operations without one repeat when writing a cache continues.
-
-    None, for tasks to which seqio gives seeds, sets none.
-    """
+    """Sets TensorFlow's seed, so that random operations without one repeat; None: sets none."""
     import tensorflow as tf
 
     tf.random.set_seed(seed)
@@ -366,7 +335,7 @@ def _draws(task: Any) -> bool:
 
 
 class Processes:
-    """Processes that call the functions of this module; each starts, and imports seqio, at its first call."""
+    """Processes that call the functions of this module; each starts at its first call."""
 
     def __init__(self) -> None:
         self._pools: dict[int, concurrent.futures.ProcessPoolExecutor] = {}
@@ -374,10 +343,7 @@ class Processes:
         self._last: dict[int, concurrent.futures.Future] = {}
 
     def submit(self, number: int, call: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future:
-        """Submits a call to process `number`, which starts at its first call.
-
-        A process remembers how far it has read each lane, so calls for a lane must go to the same process.
-        """
+        """Submits a call to process `number`; calls for a lane must go to the same process."""
         if number not in self._pools:
             context = multiprocessing.get_context("spawn")  # a fork would break the threads of JAX and TensorStore
             self._pools[number] = concurrent.futures.ProcessPoolExecutor(1, context, _prepare)
@@ -401,7 +367,7 @@ atexit.register(PROCESSES.close)
 
 
 def answer(future: concurrent.futures.Future, *, fix: str = _FEWER) -> Any:
-    """Returns the result of a call, or raises what it raised. Raises UserError, with `fix`, if its process ended."""
+    """Returns the result of a call; raises UserError, with `fix`, if its process ended."""
     try:
         return future.result()
     except concurrent.futures.process.BrokenProcessPool as error:
@@ -412,7 +378,6 @@ def answer(future: concurrent.futures.Future, *, fix: str = _FEWER) -> Any:
 
 
 def _prepare() -> None:
-    """Prepares a process: it ignores Ctrl-C, which the caller handles, and ends when the caller ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["JAX_PLATFORMS"] = "cpu"  # seqio imports JAX, but the accelerators belong to the run

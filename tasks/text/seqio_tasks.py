@@ -1,8 +1,4 @@
-"""Finds tasks and mixtures that the user's module registered with seqio, and describes their vocabulary.
-
-A task has the feature `targets`, or `inputs` and `targets`. In the latter case targets follow the inputs in a row, and
-only targets have weight 1.
-"""
+"""Finds tasks and mixtures that the user's module registered with seqio, and describes their vocabulary."""
 
 import base64
 import dataclasses
@@ -39,11 +35,9 @@ def library() -> Any:
 
 @functools.cache
 def registered(name: str, where: str = "text.seqio.name", *, module: str | None = None) -> Any:
-    """Imports the module, and returns a seqio Task or Mixture; `where` is the setting that names it, for messages.
+    """Imports the module, and returns a seqio Task or Mixture.
 
-    Raises:
-      UserError: seqio is not installed, the module cannot be imported, or there is no task of that name; or its
-        features are not `targets`, or `inputs` and `targets`, of int32 ids with one vocabulary.
+    Raises UserError if there is no such task for a decoder.
     """
     seqio = library()
     if module:
@@ -79,14 +73,10 @@ def registered(name: str, where: str = "text.seqio.name", *, module: str | None 
 
 
 def described(name: str) -> dict[str, Any]:
-    """Returns a description of the vocabulary of a task whose module was imported, as JSON values.
+    """Returns a description of a registered task's vocabulary, as JSON values.
 
-    Returns:
-      `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` (None: none) and `hash`; for
-        SentencePiece also its `model` in base64.
-
-    Raises:
-      UserError: as `registered`.
+    It has `kind` (bytes, sentencepiece, other), `size`, `eos_id` (-1: none), `pad_id` (None: none) and `hash`; for
+    SentencePiece also its `model` in base64.
     """
     vocabulary, seqio = registered(name).output_features["targets"].vocabulary, library()
     size, pad_id = int(vocabulary.vocab_size), 0 if reserves_zero(vocabulary) else None
@@ -109,10 +99,7 @@ def eos_id(vocabulary: Any) -> int:
 
 
 def reserves_zero(vocabulary: Any) -> bool:
-    """Returns whether id 0 of a seqio vocabulary is used only for padding.
-
-    Raises UserError if seqio is not installed.
-    """
+    """Returns whether id 0 of a seqio vocabulary is used only for padding."""
     seqio = library()
     if isinstance(vocabulary, seqio.SentencePieceVocabulary):
         return vocabulary.tokenizer.pad_id() == 0
@@ -125,10 +112,7 @@ class SeqioVocabulary(Vocabulary):
 
     Attributes:
       name: name of the task.
-      module: the Python module that registers it; None: no module has to be imported.
-
-    Raises:
-      UserError: as `registered`, at the first use.
+      module: the Python module that registers it; None: none is imported.
     """
 
     name: str
@@ -146,7 +130,6 @@ class SeqioVocabulary(Vocabulary):
 
     @property
     def eos_id(self) -> int:
-        """The end-of-document id; -1 if there is none."""
         return eos_id(self._theirs)
 
     @property
@@ -161,7 +144,6 @@ class SeqioVocabulary(Vocabulary):
         return self._theirs.decode(before_end(ids, self))
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Reads the vocabulary, so that an invalid one is an error before the first step."""
         _ = self.size
 
     def problems(self) -> list[str]:
@@ -172,7 +154,7 @@ class SeqioVocabulary(Vocabulary):
 
 
 def has_ids_of(name: str, vocabulary: Any) -> bool:
-    """Returns whether a registered task's vocabulary has the size of `vocabulary` and its ids for a few sample texts.
+    """Returns whether a task's vocabulary has the size of `vocabulary` and its ids for sample texts.
 
     False if `vocabulary` is None.
     """

@@ -1,8 +1,4 @@
-"""Renders a chat template in a separate process with limited time and memory.
-
-Jinja's sandbox keeps a template from attributes and files, but not from endless loops or huge texts. The process runs
-`chat_templates.serve`, which reads one line of JSON at a time and answers with one.
-"""
+"""Renders a chat template in a separate process with limited time and memory."""
 
 import contextlib
 import datetime
@@ -22,10 +18,10 @@ MEMORY_BYTES = 2**31
 
 
 class TemplateError(Exception):
-    """Raised if a template cannot be compiled, or cannot format a conversation; the message is for users.
+    """Raised if a template cannot be compiled, or cannot format a conversation.
 
     Attributes:
-      limit: the limit that was exceeded; None: none was.
+      limit: the limit that was exceeded; None: none.
     """
 
     def __init__(self, message: str, *, limit: Limit | None = None):
@@ -37,21 +33,20 @@ class TemplateProcess:
     """A compiled chat template in its own process, which several threads may use.
 
     Attributes:
-      marks_answers: whether it has `{% generation %}` tags, which mark what the assistant writes.
+      marks_answers: whether it has `{% generation %}` tags.
     """
 
     def __init__(self, source: str):
-        """Starts the process. Raises TemplateError for a template that cannot be compiled."""
         self._source = source
         self._lock = threading.Lock()
         self.marks_answers: bool = self._start()
 
     def render(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> str:
-        """Formats a conversation like `ChatTemplate.render`. Raises TemplateError if that fails or exceeds a limit."""
+        """Formats a conversation like `ChatTemplate.render`."""
         return self._asked("render", messages, now, variables)
 
     def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
-        """Formats a conversation like `ChatTemplate.marked`. Raises TemplateError if that fails or exceeds a limit."""
+        """Formats a conversation like `ChatTemplate.marked`."""
         text, ranges = self._asked("marked", messages, now, variables)
         return text, [(start, stop) for start, stop in ranges]
 
@@ -91,7 +86,6 @@ class TemplateProcess:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Ends a process if it has not ended, and returns its exit code."""
     assert process.stdin
     assert process.stdout
     with contextlib.suppress(BrokenPipeError):

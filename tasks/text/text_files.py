@@ -1,8 +1,7 @@
 """Reads documents from files: the user's text, and Python's standard library.
 
-A .txt file is one document and one part (a `Part`, a share of the documents that streams open). A .jsonl file has a
-document on each line, a .parquet file one in each row. If there are fewer files than streams, .jsonl files are divided
-into ranges of lines, and .parquet files into row groups, except compressed files, and lines or rows held out by hash.
+If there are fewer files than streams, .jsonl files may be divided into ranges of lines, and .parquet files into row
+groups.
 """
 
 import dataclasses
@@ -38,26 +37,18 @@ Take = Callable[..., bytes]  # the type of `Intake.take`
 
 
 class FileSource(DocumentSource):
-    """A source of files; by a file's ending, a document is the whole file, a line of JSON, or a row of a table."""
+    """A source of files, whose endings say what a document is."""
 
     field = ""  # the JSON key, or the column, of the text
 
     def files(self, split: str) -> tuple[File, ...]:
-        """Returns the files of a split, sorted by name."""
         raise NotImplementedError
 
     def kept_split(self, split: str) -> str | None:
-        """Returns `split` if a hash decides the split of each line or row; None if the files of the splits differ."""
+        """Returns `split` if a hash decides the split of each line or row; otherwise None."""
         return None
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns the parts of a split.
-
-        All streams read all parts if these are fewer than the streams, or if lines are held out by hash, because a part
-        may have none.
-
-        Raises UserError if the split has no files; also as `text_formats.Rows`.
-        """
         files, kept = self.files(split), self.kept_split(split)
         divides = len(files) < num_streams and kept != "validation"
         parts = [part for file in files for part in self._parts_of(file, num_streams if divides else 1, kept)]
@@ -66,7 +57,6 @@ class FileSource(DocumentSource):
         return Parts(parts, is_shared, deals_chunks=is_whole)
 
     def _parts_of(self, file: File, num_streams: int, kept: str | None) -> list[Part]:
-        """Divides a file into parts for `num_streams` streams; `kept` is as in `_Range`."""
         take, kind = documents.intake_of(self).take, text_formats.kind(file.path)
         if kind == ".parquet":
             ranges = text_formats.row_groups(file.path, self.field) if num_streams > 1 else [(0, None)]
@@ -84,7 +74,6 @@ class FileSource(DocumentSource):
         return hashlib.sha256(repr(listing).encode()).hexdigest()
 
     def content_hash(self) -> str:
-        """Returns a hash of the content of the files."""
         return content_hash.of_files(dict.fromkeys(f for split in ("train", "validation") for f in self.files(split)))
 
 
@@ -141,7 +130,6 @@ class TextFiles(FileSource):
         return {split: tuple(sorted(shared + own)) for split, own in zip(("train", "validation"), apart, strict=True)}
 
     def files(self, split: str) -> tuple[File, ...]:
-        """Returns the files of a split, sorted by name. Raises UserError if there are none."""
         files = self._listed[split]
         if not files:
             raise UserError(" ".join(self.problems()) or f"text.files: no {split} file")
@@ -151,7 +139,6 @@ class TextFiles(FileSource):
         return None if self.validation else split
 
     def problems(self) -> list[str]:
-        """Returns the problems of patterns and of the beginning of local files; files on gs:// are not looked at."""
         if not self.train:
             return [
                 "DATA is not set: bind it to your text, e.g. --gin \"DATA = '/data/*.jsonl'\" (or gs://bucket/*.txt)"
@@ -173,7 +160,6 @@ class TextFiles(FileSource):
         return found
 
     def pattern_problems(self) -> list[str]:
-        """Returns the problems of patterns of local files, without looking at documents."""
         found: list[str] = []
         for name, patterns in (("train", self.train), ("validation", self.validation)):
             local = [pattern for pattern in patterns if not paths.is_remote(pattern)]
@@ -195,7 +181,6 @@ class TextFiles(FileSource):
         )
 
     def _held_out(self) -> str:
-        """Describes the validation split taken from the training files; names its files if they are few."""
         listed = {} if any(map(paths.is_remote, self.train)) else self._listed
         whole = {split: [file.name for file in files if not _has_many(file)] for split, files in listed.items()}
         total, chosen = sum(map(len, whole.values())), whole.get("validation", [])
@@ -218,15 +203,11 @@ def python_library() -> PythonLibrary:
 
 
 def _has_many(file: File) -> bool:
-    """Returns whether a file has a document on each line or in each row."""
     return text_formats.kind(file.path) in (".jsonl", ".parquet")
 
 
 def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
-    """Returns the files without empty ones.
-
-    Tables and compressed files of 0 bytes are kept: they are damaged, and reading them raises an error that says so.
-    """
+    """Returns the files without empty ones, but with tables and compressed files of 0 bytes, which are damaged."""
 
     def is_damaged(file: File) -> bool:
         return text_formats.is_compressed(file.path) or text_formats.kind(file.path) == ".parquet"
@@ -235,7 +216,6 @@ def _with_text(files: tuple[File, ...]) -> tuple[File, ...]:
 
 
 def _ranges(file: File, num_streams: int) -> list[tuple[int, int]]:
-    """Divides a file into up to 4 ranges of bytes per stream, of at least 1 MiB if the file has that."""
     count = max(1, min(4 * num_streams, file.size_bytes // _SMALLEST_RANGE_BYTES))
     borders = [file.size_bytes * number // count for number in range(count + 1)]
     return list(itertools.pairwise(borders))
@@ -243,8 +223,6 @@ def _ranges(file: File, num_streams: int) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _WholeFile:
-    """A file that is one document and one part."""
-
     file: File
     take: Take
 
@@ -278,15 +256,7 @@ class _WholeFileReader:
 
 @dataclasses.dataclass(frozen=True)
 class _Range:
-    """A range of a file: of bytes, for the lines of .jsonl that begin in it; or of rows of .parquet.
-
-    Attributes:
-      file: the file, as listed.
-      start, end: the range; end None: the end of the file.
-      field: the JSON key, or the column, of the text.
-      kept: the split whose documents are kept, chosen by hash; None: all.
-      take: the source's `Intake.take`, which reads and counts documents.
-    """
+    """A range of a file: of bytes, for the lines of .jsonl that begin in it; or of rows of .parquet."""
 
     file: File
     start: int
@@ -301,8 +271,6 @@ class _Range:
 
 
 class _Lines(_Range):
-    """The lines of a .jsonl file that begin in a range of bytes."""
-
     def open(self, offset: Any) -> "_LinesReader":
         return _LinesReader(self, offset)
 
@@ -328,7 +296,6 @@ class _LinesReader:
             self._at += len(self._file.readline()) - 1 if begins else 0
 
     def _require_at(self, begin: int) -> None:
-        """Raises UnreadableFile if no line of the decompressed file begins at this offset."""
         if self._at != begin:
             found = f"has {self._at} bytes" if self._at < begin else "has no line that begins there"
             raise text_formats.UnreadableFile(
@@ -356,11 +323,6 @@ class _LinesReader:
         raise StopIteration
 
     def _line(self) -> bytes:
-        """Reads a line with its line break; returns b"" at the end of the file.
-
-        Raises:
-          UnreadableFile: the file cannot be read, or the line is too long.
-        """
         most = text_formats.LARGEST_DOCUMENT_BYTES
         where = f"{self._part.path} after line {self._number}" if self._number else self._part.path
         with text_formats.reading(where):
@@ -384,7 +346,6 @@ class _LinesReader:
 
 
 def _require_unchanged(file: File, size_bytes: int) -> None:
-    """Raises UnreadableFile if a file's size has changed since it was listed."""
     if size_bytes != file.size_bytes:
         raise text_formats.UnreadableFile(
             f"{file.path} has {size_bytes:,} bytes, and had {file.size_bytes:,} when the run began: restore it, or "
@@ -393,29 +354,23 @@ def _require_unchanged(file: File, size_bytes: int) -> None:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """Returns the number, from 1, of the line that begins at an offset."""
     with text_formats.opened(path) as file, text_formats.reading(path):
         sizes = itertools.chain(itertools.repeat(_BLOCK_BYTES, offset // _BLOCK_BYTES), [offset % _BLOCK_BYTES])
         return 1 + sum(file.read(size).count(b"\n") for size in sizes)
 
 
 class _Rows(_Range):
-    """The rows of a .parquet file in a range."""
-
     def open(self, offset: Any) -> "_RowsReader":
         return _RowsReader(self, self.start if offset is None else offset)
 
     @classmethod
     def first_texts(cls, file: File, field: str) -> Iterator[bytes]:
-        """Yields the texts of a local file's first 200 rows, for the checks before a run."""
         reader = cls(file, 0, _FIRST_ROWS, field, None, lambda read, **options: read(**options)).open(None)
         while (text := next(reader, None)) is not None:
             yield text
 
 
 class _RowsReader:
-    """Reads rows; an offset is the number of a row, from 0."""
-
     def __init__(self, part: _Rows, offset: int) -> None:
         self._part, self._at = part, offset
         rows = text_formats.Rows(part.path, part.field)

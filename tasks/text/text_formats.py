@@ -1,8 +1,6 @@
 """Opens files of text by their endings: .txt and .jsonl, which may be compressed (.gz, .zst, .bz2), and .parquet.
 
-pyarrow decompresses and reads columns. If it cannot, the error names the file: a missing end, a wrong checksum, a
-footer or page that cannot be decoded. A table's values are verified only if its writer stored checksums of its pages,
-which most do not by default; without them a changed byte may be read as other text.
+A changed byte of a table may be read as other text if its writer stored no checksums of its pages.
 """
 
 import contextlib
@@ -28,7 +26,7 @@ class UnreadableFile(UserError):
 
 
 def kind(path: str) -> str:
-    """Returns the ending of a file: `.jsonl` for `a.jsonl` and `a.jsonl.gz`, but `.csv.gz` for `a.csv.gz`."""
+    """Returns the ending of a file; `.jsonl` also for `a.jsonl.gz`."""
     name = pathlib.PurePath(path)
     if not is_compressed(path):
         return name.suffix
@@ -44,7 +42,7 @@ def is_compressed(path: str) -> bool:
 def opened(path: str) -> "_Stream":
     """Opens a file, local or gs://, to read its decompressed bytes.
 
-    Raises UnreadableFile if it cannot be opened. Errors in reading it are OSErrors, which `reading` converts.
+    Errors in reading it are OSErrors, which `reading` converts.
     """
     with reading(path):
         file = stream = paths.resolve(path).open("rb")
@@ -69,21 +67,19 @@ class _Stream(io.BufferedReader):
         file.seek(at)
 
     def size(self) -> int:
-        """Returns the current size of the file in bytes; for an object in a bucket, its size when opened."""
         try:
             return os.fstat(self._file.fileno()).st_size
         except (OSError, AttributeError):  # an object in a bucket has no file number
             return self._size
 
     def fraction(self) -> float:
-        """Returns the share of the file that was read, 0 to 1."""
         at = self.tell() if self.raw is self._file else self._file.tell()  # a decompressor reads the file ahead
         return at / max(self._size, 1)
 
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Context that converts errors of the system or of decompression to UnreadableFile, which names `where`."""
+    """Context that converts OSErrors to UnreadableFile, which names `where`."""
     try:
         yield
     except OSError as error:  # pyarrow's errors have no strerror
@@ -92,7 +88,6 @@ def reading(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _decoding(where: str) -> Iterator[None]:
-    """Context that converts errors in reading or decoding a table to UnreadableFile, which names `where`."""
     import pyarrow
 
     try:
@@ -111,7 +106,6 @@ class Rows:
     """
 
     def __init__(self, path: str, field: str) -> None:
-        """Reads the footer. Raises UserError if the file is damaged, or has no text column of this name."""
         import pyarrow
         from pyarrow import parquet
 
@@ -138,10 +132,7 @@ class Rows:
             )
 
     def read(self, start: int, stop: int) -> Iterator[bytes | None]:
-        """Yields the values of rows start to stop - 1, None for null; `stop` is at most the number of rows.
-
-        Raises UnreadableFile if the file ends early or is damaged.
-        """
+        """Yields the values of rows start to stop - 1, None for null."""
         import pyarrow
 
         groups = [g for g, (a, b) in enumerate(itertools.pairwise(self.groups)) if a < stop and b > start]
@@ -161,5 +152,5 @@ class Rows:
 
 
 def row_groups(path: str, field: str) -> list[tuple[int, int]]:
-    """Returns (start, stop) of the rows of each row group of a .parquet file. Raises UserError as `Rows`."""
+    """Returns (start, stop) of the rows of each row group of a .parquet file."""
     return list(itertools.pairwise(Rows(path, field).groups))

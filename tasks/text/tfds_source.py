@@ -30,11 +30,6 @@ class Tfds(DocumentSource):
         return (self.data_dir,) if self.data_dir else ()
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns one part per file or, if there are more streams than files, one per stream; at most one per example.
-
-        Raises:
-          UserError: the name has a namespace, the dataset is not prepared, or it has no such field or split.
-        """
         tensorflow()
         import tensorflow_datasets as tfds
 
@@ -66,8 +61,6 @@ class Tfds(DocumentSource):
 
 
 class _Share:
-    """A part with consecutive examples of a split; offsets count examples."""
-
     def __init__(self, builder: Any, split: Any, name: str, field: str, take: Callable[..., bytes]) -> None:
         self.builder, self.split, self.name, self.field, self.take = builder, split, name, field, take
 
@@ -104,11 +97,7 @@ class _ShareReader:
 
 
 def prepared(name: str, data_dir: str | None) -> Any:
-    """Returns the builder of a prepared dataset.
-
-    Raises:
-      UserError: the name has a namespace, or the dataset does not exist or is not prepared.
-    """
+    """Returns the builder of a prepared dataset. Raises UserError if it is not prepared."""
     for problem in _name_problems(name, setting="tfds"):
         raise UserError(problem)
     import tensorflow_datasets as tfds
@@ -123,10 +112,7 @@ def prepared(name: str, data_dir: str | None) -> Any:
 
 
 def _name_problems(name: str, *, setting: str) -> list[Problem]:
-    """Returns the problem of a name `namespace:dataset`, for which TFDS may download and run code.
-
-    The version in `dataset:1.0.0` is no problem.
-    """
+    """Returns the problem of a name `namespace:dataset`, for which TFDS may download and run code."""
     if not re.match(r"[^/]*:[^\d*]", name):
         return []
     return [
@@ -140,11 +126,7 @@ def _name_problems(name: str, *, setting: str) -> list[Problem]:
 
 
 def examples(name: str, split: str, *, data_dir: str | None) -> Any:
-    """Returns an iterable over the examples of a prepared dataset, in the order of its files.
-
-    Raises:
-      UserError: the name has a namespace, the dataset is not prepared, or it has no such split.
-    """
+    """Returns an iterable over the examples of a prepared dataset, in the order of its files."""
     tensorflow()
     builder = prepared(name, data_dir)
     try:
@@ -155,7 +137,7 @@ def examples(name: str, split: str, *, data_dir: str | None) -> Any:
 
 @functools.cache
 def tensorflow() -> Any:
-    """Imports TensorFlow without its start-up messages, and returns it; takes about 3 s the first time."""
+    """Imports TensorFlow without its start-up messages, and returns it."""
     held = log_filters.Held()
     try:
         with log_filters.holding_stderr() as held:

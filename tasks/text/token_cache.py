@@ -1,20 +1,17 @@
 """Reads token caches: documents that were converted to ids before, with random access.
 
-A cache is a folder, local or gs://. For each split it has these arrays in zarr3 format, which TensorStore reads:
+A cache is a folder. For each split it has these arrays in zarr3 format, which TensorStore reads:
 
-  tokens  the ids of all documents; `launch/run tokenize` ends each of your documents with the end-of-document id
+  tokens  the ids of all documents
   ends    for each document, the number of ids of the split up to its end
-  checks  for each document, the CRC-32 of its ids, by which later changes are noticed
+  checks  for each document, the CRC-32 of its ids
   prompts only for seqio tasks with inputs: for each document, the number of ids before its targets (weight 0)
 
-The objects of an array (shards) are divided into blocks that are read and decompressed separately. `cache.json` is
-written last; it has the counts, and hashes of the sources and the tokenizer.
+`cache.json` is written last; it has the counts, and hashes of the sources and the tokenizer.
 
 With a seed, every epoch reads its documents in the order of a keyed permutation, otherwise in the order of the cache.
-Document n of stream s is number n * S + s of this order, so a position is two integers: n, and the number of ids read
-of the document.
-
-T: tokens per row. S: number of streams. s: index of a stream.
+Document n of stream s is number n * S + s of this order, where S is the number of streams. A position is n and the
+number of ids read of the document.
 """
 
 import collections
@@ -63,7 +60,7 @@ class Split(NamedTuple):
 
 
 def array_dtypes(about: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the dtype of each array of a split by name, given the content of `cache.json`."""
+    """Returns the dtype of each array of a split, given the content of `cache.json`."""
     dtypes = {"tokens": about["dtype"], "ends": "int64", "checks": "uint32"}
     return dtypes | ({"prompts": "int32"} if about.get("has_prompts") else {})
 
@@ -71,16 +68,14 @@ def array_dtypes(about: Mapping[str, Any]) -> dict[str, str]:
 def array(
     folder: paths.Path, name: str, dtype: str, *, writes: bool = False, is_new: bool = False, cache_bytes: int = 0
 ):
-    """Opens an array for reading or writing, or creates an empty one; returns a `tensorstore.TensorStore`.
-
-    TensorStore may raise ValueError.
+    """Opens an array, or creates an empty one; returns a `tensorstore.TensorStore`.
 
     Args:
       folder: the folder of a split.
       name: `tokens`, or the name of an array with an entry per document.
       dtype: the dtype of a new array.
       writes: whether to open it for writing.
-      is_new: whether to create it; needs `writes`.
+      is_new: whether to create it, which deletes an existing one; needs `writes`.
       cache_bytes: size of the cache of decompressed blocks; 0: none.
     """
     import tensorstore
@@ -121,9 +116,8 @@ class TokenCache(DocumentSource):
 
     Attributes:
       path: the folder of the cache.
-      vocabulary: must be the vocabulary with which the documents were converted.
-      concatenates: whether documents fill rows one after another and are cut where a row ends; otherwise they are
-        packed.
+      vocabulary: the one with which the documents were converted.
+      concatenates: whether documents fill rows one after another; otherwise they are packed.
     """
 
     path: str
@@ -132,10 +126,7 @@ class TokenCache(DocumentSource):
 
     @functools.cached_property
     def about(self) -> Mapping[str, Any]:
-        """The content of `cache.json`.
-
-        Raises UserError if the cache is missing, incomplete, damaged, or of another format or tokenizer.
-        """
+        """The content of `cache.json`. Raises UserError if it is missing or of another tokenizer."""
         folder = paths.resolve(self.path)
         try:
             about = foreign_json.load_object((folder / COMPLETE).read_bytes(), _ABOUT)
@@ -163,7 +154,6 @@ class TokenCache(DocumentSource):
         return about
 
     def split(self, name: str) -> Split:
-        """Returns a split. Raises UserError if it has no documents, or as `about`."""
         about = self.about["splits"][name]
         found = Split(about["documents"], about["tokens"], about["digest"])
         if not found.documents:
@@ -177,10 +167,6 @@ class TokenCache(DocumentSource):
         return {}
 
     def arrays(self, split: str) -> dict[str, Any]:
-        """Opens the arrays of a split once; all streams of a host share cached blocks.
-
-        Raises UserError if the cache cannot be read.
-        """
         if split not in self._opened:
             folder = paths.resolve(self.path) / split
             with _reading(self.path):
@@ -194,21 +180,15 @@ class TokenCache(DocumentSource):
         return DocumentStream(self.chunks(spec), spec, concatenates=self.concatenates)
 
     def chunks(self, spec: StreamSpec) -> Chunks:
-        """Opens the chunks of one stream at its start.
-
-        Raises UserError if the cache cannot be read, or the split has no documents.
-        """
         return _Documents(self, spec)
 
     def sample_texts(self) -> Iterator[str]:
-        """Yields nothing, because the vocabulary exists."""
         return iter(())
 
     def named_files(self) -> tuple[str, ...]:
         return (self.path,)
 
     def problems(self) -> list[str]:
-        """Returns the problems of a local cache; a cache on gs:// is read with the first batch."""
         if not self.path:
             return ["DATA is not set: bind it to a token cache, which launch/run tokenize --out writes"]
         if paths.is_remote(self.path) or self.vocabulary.problems():
@@ -221,7 +201,6 @@ class TokenCache(DocumentSource):
         return []
 
     def describe(self) -> str:
-        """Describes the cache in one line, with counts of documents and tokens if it is local and readable."""
         if not self.path or paths.is_remote(self.path) or self.problems():
             return f"text.tokens: {self.path or '(DATA is not set)'}"
         counts = " + ".join(f"{self.split(name).documents:,}" for name in SPLITS)
@@ -230,7 +209,6 @@ class TokenCache(DocumentSource):
         return f"text.tokens: {self.path} ({counts} documents (train + validation), {tokens:,} tokens){how}"
 
     def train_tokens(self) -> int:
-        """Returns the number of tokens of the training split. Raises UserError as `split`."""
         return self.split("train").tokens
 
     def fingerprint(self) -> str:
@@ -240,7 +218,6 @@ class TokenCache(DocumentSource):
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Context that raises UserError, which names the cache at `path`, if TensorStore fails."""
     try:
         yield
     except ValueError as error:
@@ -260,8 +237,6 @@ class _Piece(NamedTuple):
 
 
 class _Documents(Chunks):
-    """`document_streams.Chunks` of a cache. TensorStore reads ahead, in threads of its own."""
-
     def __init__(self, cache: TokenCache, spec: StreamSpec) -> None:
         self._cache, self._spec, self._split = cache, spec, cache.split(spec.split)
         self._arrays = cache.arrays(spec.split)
@@ -293,10 +268,7 @@ class _Documents(Chunks):
         return packing.text_segment(chunk, bos_id=self._spec.vocabulary.bos_id, prompt=self._prompt - before)
 
     def take(self, most: int) -> np.ndarray | None:
-        """Returns the ids of the next chunk, int32[<=most]; None at the end.
-
-        Raises UserError if the cache cannot be read, was changed since it was written, or lacks the saved position.
-        """
+        """Returns the ids of the next chunk, int32 [at most `most`]; None at the end."""
         taken: list[np.ndarray] = []
         while most:
             if (found := self._piece or self._next_piece()) is None:
@@ -357,7 +329,6 @@ class _Documents(Chunks):
         self._crc = 0
 
     def _request(self) -> bool:
-        """Requests the next pieces, about _REQUEST_TOKENS ids. Returns False if there are no more."""
         pieces: list[_Piece] = []
         size = 0
         while size < min(_REQUEST_TOKENS, self._most_ahead) and (piece := next(self._pieces, None)):
@@ -371,7 +342,6 @@ class _Documents(Chunks):
         return True
 
     def _all_pieces(self, number: int) -> Iterator[_Piece]:
-        """Yields the pieces of the stream from document `number` on; reads the bounds of documents ahead."""
         length = self._spec.length
         following = self._request_bounds(number)
         while following:
@@ -388,11 +358,6 @@ class _Documents(Chunks):
                 number += 1
 
     def _request_bounds(self, number: int) -> tuple[Any, ...]:
-        """Requests begins, ends, checks and any prompts of _BOUNDS documents of this stream, from `number` on.
-
-        Returns:
-          The documents' indices and the requests; () at the end of a stream that reads its documents once.
-        """
         spec, end = self._spec, number + _BOUNDS
         if spec.once:
             end = min(end, -(-(self._split.documents - spec.index) // spec.num_streams))
@@ -404,7 +369,6 @@ class _Documents(Chunks):
         return documents, *(view.read() for view in wanted)
 
     def _order(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the indices in the cache of the stream's documents with these numbers."""
         spec, starts = self._spec, self._epochs
         rounds, places = np.divmod(numbers * spec.num_streams + spec.index, starts[-1])
         if spec.seed is None:

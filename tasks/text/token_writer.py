@@ -1,8 +1,7 @@
 """Writes a token cache, with the position from which an interrupted command continues.
 
-Converted documents are collected until they fill about one shard, and then written. `tokenizing.json` is written after
-them, with the position in the sources and the counts. Data that an interrupted process wrote later is overwritten by
-the same data.
+Documents are collected until they fill about one shard, and then written. `tokenizing.json` is written after them, with
+the position in the sources and the counts.
 """
 
 import dataclasses
@@ -37,8 +36,8 @@ class Batch(NamedTuple):
       split: their split; None: the split of each is chosen by hash.
       files: the files that contain them.
       position: the position after them, as JSON values.
-      malformed, blank: numbers of such documents that were left out since the batch before.
-      fraction: share of the sources' bytes that were read, 0 to 1.
+      malformed, blank: numbers of such documents left out since the batch before.
+      fraction: share of the sources that was read, 0 to 1.
     """
 
     texts: list[bytes]
@@ -56,10 +55,10 @@ class Converted(NamedTuple):
     Attributes:
       ids: the ids of all documents, concatenated.
       sizes: number of ids of each document, int64 [N].
-      text_bytes: size of each document as UTF-8, int64 [N].
+      text_bytes: size of each document as UTF-8, int64 [N]; 0: not known.
       checks: CRC-32 of the ids of each document, uint32 [N].
       is_validation: whether each document belongs to validation, bool [N].
-      shares_text: whether each document is left out because it shares text with an evaluation set, bool [N].
+      shares_text: whether each document shares text with an evaluation set, bool [N].
       signatures: the signature of each document, uint32 [N, HASHES]; None if near duplicates are not looked for.
       prompts: number of ids of each document with weight 0, int32 [N]; None if all ids have weight 1.
     """
@@ -79,10 +78,9 @@ class Counts:
     """The progress of writing a cache.
 
     Attributes:
-      splits: by split, the numbers of documents, tokens and bytes of text that are kept, and the CRC-32 of the checks.
-      left_out: by reason, the numbers of documents, tokens and bytes that are left out; for malformed and blank
-        documents only their number.
-      fraction: share of the sources' bytes that were read.
+      splits: by split, the numbers of kept documents, tokens and bytes of text, and the CRC-32 of the checks.
+      left_out: by reason, the numbers of documents, tokens and bytes that are left out.
+      fraction: share of the sources that was read, 0 to 1.
     """
 
     splits: dict[str, dict[str, Any]] = dataclasses.field(
@@ -99,7 +97,7 @@ class Counts:
 
 
 class Progress:
-    """Reports progress: called with the counts after every batch, it passes a line to `say` at most every 10 s."""
+    """Passes a line of progress to `say` at most every 10 s."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._start, self._last = say, time.monotonic(), time.monotonic()
@@ -138,16 +136,7 @@ class Writer:
         seen: Seen | None,
         check: Callable[[Set[str]], None],
     ) -> None:
-        """Opens the arrays of a cache, or creates them.
-
-        Args:
-          folder: folder of the cache.
-          about: the description of the cache, without counts.
-          counts: counts of the documents already written.
-          seen: finds near duplicates; documents already written are added to it. None: all documents are kept.
-          check: called with the names of files before their documents are written; raises an exception if files
-            changed.
-        """
+        """Opens or creates the arrays; `check` raises if one of the named files changed."""
         self._folder, self._about, self._check, self.counts, self._seen = folder, about, check, counts, seen
         self._position: Any = None
         self._read: set[str] = set()  # files whose documents are not written yet
@@ -175,10 +164,7 @@ class Writer:
             seen.add(self._signatures.read().reshape(-1, near_duplicates.HASHES))
 
     def add(self, batch: Batch, converted: Converted) -> None:
-        """Adds the documents of a batch except those left out; writes when there are enough.
-
-        Raises what `commit` raises.
-        """
+        """Adds the documents of a batch except those left out; writes when there are enough."""
         counts, self._position = self.counts, batch.position
         self._read |= batch.files
         counts.fraction = batch.fraction
@@ -212,7 +198,7 @@ class Writer:
         _count(counts, converted, chosen)
 
     def commit(self) -> None:
-        """Writes what was added, and the position. Raises what `check` raises."""
+        """Writes what was added, and the position."""
         self._check(self._read)
         for array in [array for arrays in self._splits.values() for array in arrays.values()]:
             array.write()
@@ -223,7 +209,7 @@ class Writer:
         self._read, self._converted, self.has_written = set(), 0, True
 
     def discard(self) -> None:
-        """Removes everything written; if that is interrupted, the next command starts anew."""
+        """Removes everything written."""
         self.counts = Counts()
         self._save(None)
         for name in (*SPLITS, SIGNATURES):
@@ -243,8 +229,6 @@ def _count(counts: dict[str, int], converted: Converted, chosen: np.ndarray) -> 
 
 
 class _Array:
-    """An array to which values are appended; `write` writes them."""
-
     def __init__(self, folder: paths.Path, name: str, dtype: str, *, written: int) -> None:
         """Opens or creates an array; the first `written` values are kept, later ones are overwritten."""
         self._array = token_cache.array(folder, name, dtype, writes=True, is_new=not written)

@@ -1,7 +1,4 @@
-"""Vocabularies of published models: a folder's `tokenizer.json`, special tokens, and chat template.
-
-Text is converted by the library tokenizers, as in transformers, to the same ids. Id 0 is an ordinary token.
-"""
+"""Vocabularies of published models: a folder's `tokenizer.json`, special tokens, and chat template."""
 
 import contextlib
 import datetime
@@ -30,10 +27,7 @@ class FolderTokenizer(ChatVocabulary):
 
     Attributes:
       path: the folder's path, or its name on Hugging Face.
-      pad_id: None, because no id is reserved; rows are padded with 0, and their weights say what is padding.
-
-    Raises:
-      UserError: a file of the folder is missing or malformed, at the first use of what needs it.
+      pad_id: None, because no id is reserved.
     """
 
     pad_id = None
@@ -44,10 +38,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def folder(self) -> paths.Path:
-        """The folder to read: the run's copy if there is one, else `path`, downloaded if it is on Hugging Face.
-
-        Raises UserError if the name on Hugging Face is malformed or the download fails.
-        """
+        """The folder to read: the run's copy if there is one, else `path`, downloaded if it is on Hugging Face."""
         return self._copy or published_files.small_files(self.path)
 
     @functools.cached_property
@@ -76,7 +67,6 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def _settings(self) -> dict[str, tuple[Any, str]]:
-        """The folder's settings, each with the name of its file; later files override earlier ones."""
         names = [CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "tokenizer_config.json"]
         read = {n: published_files.read_object(self.folder / n) for n in names if (self.folder / n).exists()}
         if "added_tokens_decoder" not in read.get(names[-1], {}):
@@ -94,10 +84,7 @@ class FolderTokenizer(ChatVocabulary):
         return value
 
     def token(self, role: str) -> str | None:
-        """Returns the text of a special token such as "bos_token"; None if the folder names none.
-
-        Raises UserError if the setting is neither a string nor an object that contains one.
-        """
+        """Returns the text of a special token such as "bos_token"; None if there is none."""
 
         def text(value: Any) -> Any:
             return value.get("content") if isinstance(value, Mapping) else value
@@ -106,15 +93,12 @@ class FolderTokenizer(ChatVocabulary):
         return text(self._setting(role, expected=expected, fits=lambda value: isinstance(text(value), str)))
 
     def _id(self, role: str) -> int | None:
-        """Returns the id of the special token `role` ("bos" or "eos"); None if no file names one that exists."""
         text = self.token(f"{role}_token")
         if text is not None:
             return self._tokenizer.token_to_id(text)
         return next(iter(self._listed_ids(role)), None)
 
     def _listed_ids(self, role: str) -> list[int]:
-        """Returns the ids in the setting `eos_token_id` or `bos_token_id`."""
-
         def listed(value: Any) -> list[Any]:
             return value if isinstance(value, list) else [value]
 
@@ -126,7 +110,6 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def size(self) -> int:
-        """The number of ids, including added tokens unless the folder's model has no embedding for them."""
         rows = self._embedded_ids
         if {i for i in self._ids if i >= rows} <= self.added_ids:
             return min(max(self._ids) + 1, rows)
@@ -151,7 +134,6 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def eos_id(self) -> int:
-        """The end-of-document id. Raises UserError if the folder names no `eos_token` that its tokenizer has."""
         found = self._id("eos")
         if found is None:
             if text := self.token("eos_token"):
@@ -161,20 +143,15 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def bos_id(self) -> int:
-        """The begin-of-text id; for models without one, such as Qwen's, the end-of-document id.
-
-        Raises UserError if the folder names neither.
-        """
+        """The begin-of-text id; the end-of-document id if there is none."""
         found = self._id("bos")
         return self.eos_id if found is None else found
 
     @functools.cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """The ids that end an answer; () without a chat template."""
         return chat_answers.turn_ends(self)
 
     def token_of(self, token_id: int) -> str:
-        """Returns the text of the token with an id. Raises UserError if there is none."""
         found = self._tokenizer.id_to_token(token_id)
         if found is None:
             raise UserError(
@@ -184,15 +161,11 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: the end-of-document id, the folder's `eos_token_id`s, and ends of answers.
-
-        Raises UserError if the folder names no end-of-document token.
-        """
+        """Ids that end generation: the end-of-document id, the folder's `eos_token_id`s, and ends of answers."""
         return tuple(dict.fromkeys([self.eos_id, *self._listed_ids("eos"), *self.turn_ends]))
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether a text encoded with special tokens begins with the begin-of-text id."""
         return self._tokenizer.encode("a").ids[:1] == [self.bos_id]
 
     @functools.cached_property
@@ -200,19 +173,14 @@ class FolderTokenizer(ChatVocabulary):
         return hashlib.sha256(json.dumps([self._text, self.bos_id, self.eos_id]).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Converts text to ids; adds no special tokens, but recognizes those written in the text.
-
-        Raises UserError for an id without an embedding in the folder's model.
-        """
+        """Converts text to ids; adds no special tokens, but recognizes those written in the text."""
         return self._embedded(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each text. Raises UserError for an id without an embedding in the folder's model."""
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._embedded(each.ids) for each in found]
 
     def _embedded(self, ids: list[int]) -> list[int]:
-        """Returns the ids. Raises UserError for an id without an embedding in the folder's model."""
         if self._without_embedding and (bad := next((i for i in ids if i >= self.size), None)) is not None:
             raise UserError(
                 f"the text contains {self._tokenizer.id_to_token(bad)!r} (id {bad}), for which the model of "
@@ -222,14 +190,10 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cached_property
     def _without_embedding(self) -> int:
-        """The number of added tokens whose ids have no embedding in the folder's model, as in Gemma 3 1B."""
+        """The number of added tokens whose ids have no embedding in the folder's model."""
         return sum(i >= self.size for i in self._ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids, and for each id the first character that it covers and the one after its last.
-
-        Raises UserError for an id without an embedding in the folder's model.
-        """
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return self._embedded(found.ids), found.offsets
 
@@ -245,19 +209,7 @@ class FolderTokenizer(ChatVocabulary):
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Formats a conversation by the folder's chat template, like transformers' `apply_chat_template`.
-
-        Args:
-          messages: each with a role ("system", "user", "assistant") and its content.
-          add_generation_prompt: whether the text ends with the beginning of the assistant's answer.
-          date: the date, for templates that print it; None: today.
-          tools: descriptions of functions that the model may call, as JSON schemas.
-          documents: documents that the model may quote, each with a title and a text.
-
-        Raises:
-          UserError: the folder has no chat template; or the template is malformed, raises an error, or exceeds a limit
-            of time or memory.
-        """
+        """Formats a conversation by the folder's chat template, like transformers' `apply_chat_template`."""
         template = self._template("tool_use" if tools is not None else None)
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, "documents": documents}
         with self._refusing():
@@ -271,16 +223,9 @@ class FolderTokenizer(ChatVocabulary):
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[Range]] | None:
-        """Formats a conversation without a generation prompt, and finds the ranges that the template marks as answers.
+        """Returns a formatted conversation, and the ranges of characters within `{% generation %}` tags.
 
-        Args:
-          messages, date, tools, documents: as in `chat`.
-
-        Returns:
-          The text, and the ranges of characters within `{% generation %}` tags; None if the template has no such tags.
-
-        Raises:
-          UserError: as `chat`; or the position of a tag in the text cannot be determined.
+        None if the template has no such tags.
         """
         template = self._template("tool_use" if tools is not None else None)
         if not template.marks_answers:
@@ -291,12 +236,10 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def _named_tokens(self) -> dict[str, str]:
-        """The special tokens that the folder names; others are undefined in a template."""
         return {name: text for name in _NAMED if (text := self.token(name)) is not None}
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Converts a template's errors to UserErrors: a template is a program, and can fail like one."""
         try:
             yield
         except TemplateError as error:
@@ -304,11 +247,6 @@ class FolderTokenizer(ChatVocabulary):
 
     @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
     def _template(self, name: str | None) -> TemplateProcess:
-        """Returns the folder's compiled chat template; of several, the one called `name`, or else the default.
-
-        Raises:
-          UserError: the folder has no chat template, or it is malformed.
-        """
         file, older = self.folder / "chat_template.jinja", self.folder / published_files.CHAT_TEMPLATE
         source = _read_text(file) if file.exists() else self._template_setting(name)
         if not file.exists() and older.exists():
@@ -321,8 +259,6 @@ class FolderTokenizer(ChatVocabulary):
             raise UserError(f"{self.path}: the chat template is malformed: {error}") from error
 
     def _template_setting(self, name: str | None) -> str | None:
-        """Returns the chat template of `tokenizer_config.json`; of several, `name` or "default"; None: none."""
-
         def is_named(entry: Any) -> bool:
             return isinstance(entry, Mapping) and all(isinstance(entry.get(k), str) for k in ("name", "template"))
 
@@ -337,11 +273,9 @@ class FolderTokenizer(ChatVocabulary):
         return found
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Reads the tokenizer, so that an invalid one is an error before the first step."""
         _ = self.eos_id, self._tokenizer
 
     def problems(self) -> list[str]:
-        """Returns the problems of a local folder; whether a remote one exists is not checked."""
         if "://" not in self.path and not (self.folder / TOKENIZER).is_file():
             said = f"no {TOKENIZER} in {self.path!r}"
             return [Problem(said, setting="VOCABULARY", file=self.path, fix="give the folder of a published model")]

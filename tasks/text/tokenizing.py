@@ -1,8 +1,4 @@
-"""Converts documents to ids in several processes, and writes them as a token cache (`tasks/text/token_cache.py`).
-
-One process reads documents in order, and writes ids in the same order (`tasks/text/token_writer.py`); the others
-convert batches of about 1 MiB.
-"""
+"""Converts documents to ids in several processes, and writes them as a token cache, in order."""
 
 import collections
 import concurrent.futures
@@ -54,10 +50,6 @@ def run(
       say: called with messages.
       report: called with the progress after every batch.
       check: raises an exception if another process has taken over the folder.
-
-    Raises:
-      UserError: the sources, the vocabulary or the filters cannot be used, or are not those with which the cache was
-        begun; a document is malformed, and is not to be skipped; or a split has no document.
     """
     excluded = job.filters.excluded()
     filters = dataclasses.replace(job.filters, digest=excluded.digest if excluded else "")
@@ -98,16 +90,14 @@ def write(
 ) -> Mapping[str, Any]:
     """Writes a cache, or the missing part of it, and returns the content of its `cache.json`.
 
-    Raises UserError if the cache is damaged or was begun with other settings or sources, or a source changes meanwhile.
-
     Args:
       out: the folder of the cache.
       begun: settings that must be the same when a command continues a cache.
       files: the path, size in bytes and version of each source.
-      convert: called with `files` and a position (None: the start); yields batches with their converted documents.
+      convert: called with `files` and a position (None: the start); yields converted batches.
       require: raises UserError if too little was written.
       seen: finds near duplicates; None: they are kept.
-      quiet: whether the only message is that the command continues.
+      quiet: whether to send fewer messages.
       say, report, check: as in `run`.
     """
     folder = paths.resolve(out)
@@ -153,7 +143,6 @@ def _begun_with(
     *,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Returns the sources with hashes of their content, taken from the state or computed."""
     if "sources" in state:
         _require_same(out, state, begun, files)
         versions = {entry["path"]: entry["version"] for entry in files}
@@ -164,7 +153,6 @@ def _begun_with(
 
 
 def _description(job: Job, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Returns the settings that must be the same when a command continues a cache, except filters."""
     return {
         "format": FORMAT,
         "vocabulary": {"name": job.vocabulary, "described": vocabulary.describe(), "hash": vocabulary.hash},
@@ -194,7 +182,6 @@ def _require_documents(job: Job, writer: Writer) -> None:
 
 
 def _remove_state(folder: paths.Path) -> None:
-    """Removes the files that are needed only to continue."""
     (folder / STARTED).unlink(missing_ok=True)
     if (signatures := folder / SIGNATURES).exists():
         signatures.rmtree()
@@ -213,7 +200,6 @@ def _read(file: paths.Path) -> dict[str, Any] | None:
 
 
 def _listed(source: TextFiles | Tfds | HuggingFace) -> list[dict[str, Any]]:
-    """Returns the path, size and version of each file; for a dataset, one entry with its description as the path."""
     if not isinstance(source, TextFiles):
         return [{"path": source.describe(), "bytes": 0, "version": None}]
     return listing({file.path: file.size_bytes for split in SPLITS for file in source.files(split)})
@@ -225,7 +211,6 @@ def listing(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _digest(entry: Mapping[str, Any]) -> str | None:
-    """Returns the SHA-256 of a local file; None for a dataset, or an object in a bucket, which has a version."""
     if paths.is_remote(entry["path"]) or entry["version"] is None:
         return None
     with pathlib.Path(entry["path"]).open("rb") as file:
@@ -233,7 +218,6 @@ def _digest(entry: Mapping[str, Any]) -> str | None:
 
 
 def _require_same(out: str, saved: Mapping[str, Any], begun: Mapping[str, Any], files: Sequence[Any]) -> None:
-    """Raises UserError if a cache was begun with other settings or sources."""
     if saved.get("seqio") != begun.get("seqio"):
         before, now = (found.get("seqio") or {} for found in (saved, begun))
         differ = [f"{key} {before.get(key)}, now {value}" for key, value in now.items() if before.get(key) != value]
@@ -271,10 +255,7 @@ def require_same_filters(out: str, saved: Mapping[str, Any], begun: Mapping[str,
 
 
 def _require_unchanged(out: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UserError, which names files, if the sources differ.
-
-    A local file that was written again with the same content is no difference.
-    """
+    """Raises UserError if the sources differ. A local file written again with the same content is no difference."""
     found, known = ({entry["path"]: entry for entry in entries} for entries in (now, before))
     changed = [f"{path} was added" for path in found.keys() - known.keys()]
     for path, entry in known.items():
@@ -297,7 +278,6 @@ def _differs(entry: Mapping[str, Any], version: str) -> bool:
 
 
 def _require_unchanged_while_read(files: Sequence[Mapping[str, Any]], read: Set[str]) -> None:
-    """Raises UserError, which names the file, if one of the files read was changed since the command began."""
     for entry in files:
         is_file = entry["path"] in read and entry["version"] is not None
         if is_file and _differs(entry, paths.file_version(entry["path"])):
@@ -314,11 +294,7 @@ def _batches(
     position: tuple[int, Any],
     say: Callable[[str], None],
 ) -> Iterator[Batch]:
-    """Yields batches of documents from a position on: (index of a part, offset in it or None).
-
-    Raises:
-      UserError: a document is malformed, and such documents are not skipped.
-    """
+    """Yields batches of documents from a position on: (index of a part, offset in it or None)."""
     parts = [
         (split if job.validation else None, part)
         for split in (SPLITS if job.validation else ("train",))
@@ -379,10 +355,6 @@ _signs: bool  # whether to compute signatures
 
 
 def _open(vocabulary: str, excluded: Excluded | None, signs: bool) -> None:
-    """Initializes a converting process: loads the vocabulary and keeps the exclusions.
-
-    The process ignores Ctrl-C, which its parent handles, and ends with its parent.
-    """
     global _vocabulary, _excluded, _signs
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -398,7 +370,6 @@ def _end_with_parent() -> None:
 
 
 def _convert(texts: list[bytes], split: str | None) -> Converted:
-    """Converts documents in a process of the pool; `split` None: the split of each is chosen by hash."""
     vocabulary, decoded = _vocabulary, [text.decode() for text in texts]
     is_validation = [split == "validation" if split else documents.is_validation(text) for text in texts]
     if can(vocabulary, EncodesBatches):
@@ -425,10 +396,7 @@ def _convert(texts: list[bytes], split: str | None) -> Converted:
 def _in_order(
     pool: concurrent.futures.ProcessPoolExecutor, batches: Iterator[Batch], *, most: int
 ) -> Iterator[tuple[Batch, Converted]]:
-    """Yields batches with their converted documents, in order; at most `most` are in progress or waiting.
-
-    Raises UserError if a process of the pool ended, or as `_finished`.
-    """
+    """Yields batches with their converted documents, in order; at most `most` are in progress or waiting."""
     waiting: collections.deque[tuple[Batch, concurrent.futures.Future]] = collections.deque()
     try:
         for batch in batches:
@@ -448,10 +416,6 @@ def _in_order(
 
 
 def _finished(batch: Batch, future: concurrent.futures.Future) -> tuple[Batch, Converted]:
-    """Waits for a batch, and returns it with its converted documents.
-
-    Raises UserError, which names the files, if the vocabulary does not accept a document.
-    """
     try:
         return batch, future.result()
     except UserError as error:

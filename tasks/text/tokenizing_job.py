@@ -23,9 +23,8 @@ class Job:
       field: the JSON key, or the column, that has the text.
       vocabulary: the name of the vocabulary (`vocabularies.named`).
       out: the folder of the cache, local or gs://.
-      skip_bad: whether malformed documents are skipped and counted; otherwise the first one is an error.
-      filters: which training documents are left out and counted. A split by hash is made after near duplicates are
-        left out.
+      skip_bad: whether malformed documents are skipped; otherwise the first one is an error.
+      filters: which training documents are left out.
     """
 
     data: tuple[str, ...]
@@ -37,10 +36,7 @@ class Job:
     filters: Filters
 
     def source(self) -> TextFiles | Tfds | HuggingFace:
-        """Returns the source. Without `validation`, both of its splits are `data`, which is split by hash later.
-
-        Raises UserError if `data` names a dataset and something else, or a dataset has several `validation`s.
-        """
+        """Returns the source; without `validation`, both of its splits are `data`."""
         kind, _, name = self.data[0].partition(":")
         if kind not in ("tfds", "hub"):
             return TextFiles(self.data, self.validation or self.data, self.field)
@@ -54,7 +50,7 @@ class Job:
         return HuggingFace(name, "train", validation, self.field, True)
 
     def problems(self, source: TextFiles | Tfds | HuggingFace) -> Sequence[str]:
-        """Returns the problems of the source; of text files, the first documents are tried, too, unless `skip_bad`."""
+        """Returns the problems of the source."""
         if not isinstance(source, TextFiles):
             return source.problems()
         given = dataclasses.replace(source, validation=self.validation)

@@ -1,10 +1,4 @@
-"""Vocabularies: the constructors that a gin configuration names.
-
-A vocabulary's size, special ids and hash are known before the first step. A model with too few embeddings, or a host
-with another vocabulary file, is then an error. Bytes, numbers and trained models reserve id 0 for padding, so an id of
-0 inside a document is an error; for a vocabulary with another `pad_id`, or none, 0 is an ordinary token. An id at or
-above the size is always an error, never clipped.
-"""
+"""Vocabularies: the constructors that a gin configuration names."""
 
 import builtins
 import hashlib
@@ -15,11 +9,7 @@ from tasks.text.ids import PAD_ID, Vocabulary, before_end, check_ids
 
 
 def check_fits(vocabulary: Vocabulary, *, vocab_size: int) -> None:
-    """Checks that a model has an embedding for every id.
-
-    Raises:
-      UserError: the model's vocabulary is smaller than the data's.
-    """
+    """Raises UserError if a model has fewer embeddings than the vocabulary has ids."""
     if vocab_size < vocabulary.size:
         raise UserError(
             f"the model has vocab_size {vocab_size}, but {vocabulary.describe()} has {vocabulary.size} ids: "
@@ -45,10 +35,6 @@ class Bytes(Vocabulary):
         return [byte + self._offset for byte in text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Converts ids before the first end-of-document id to text; bytes that are not UTF-8 are skipped.
-
-        Raises UserError for an id outside the vocabulary.
-        """
         body = before_end(ids, self)
         kept = [i - self._offset for i in body if i >= self._offset]
         return builtins.bytes(kept).decode(errors="ignore")
@@ -82,10 +68,6 @@ class Numbers(Vocabulary):
         return hashlib.sha256(f"numbers below {self.size}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Converts numbers with white space between them.
-
-        Raises UserError for a word that is not a number, or a number outside the vocabulary.
-        """
         if wrong := [word for word in text.split() if not word.isdecimal()]:
             raise UserError(
                 f"{wrong[0]!r} is no id of {self.describe()}: expected numbers with white space between them"
@@ -95,10 +77,7 @@ class Numbers(Vocabulary):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Writes every id, also 1: here it is a number, and ends nothing.
-
-        Raises UserError for an id outside the vocabulary.
-        """
+        """Writes every id, also 1: here it is a number, and ends nothing."""
         ids = [int(i) for i in ids]
         check_ids(ids, self)
         return " ".join(map(str, ids))
@@ -119,15 +98,7 @@ def bytes() -> Bytes:  # shadows the builtin, so that gin files can say `vocabul
 
 
 def sentencepiece(path: str | None = None) -> Vocabulary:
-    """Returns the vocabulary of an existing SentencePiece model.
-
-    Args:
-      path: the model file, local or gs://. `problems` reports an error if it is None, or a local file that does not
-        exist.
-
-    Raises:
-      UserError: `path` is not a string.
-    """
+    """Returns the vocabulary of an existing SentencePiece model, local or gs://."""
     if path is not None and not isinstance(path, str):
         raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as a string")
     from tasks.text.sentencepieces import SentencePiece
@@ -138,11 +109,7 @@ def sentencepiece(path: str | None = None) -> Vocabulary:
 def tokenizer(folder: str) -> Vocabulary:
     """Returns the tokenizer of a published model.
 
-    Args:
-      folder: the folder with tokenizer.json and tokenizer_config.json: local, gs:// or hf://OWNER/NAME.
-
-    Raises:
-      UserError: `folder` is not a string.
+    `folder` has tokenizer.json and tokenizer_config.json: local, gs:// or hf://OWNER/NAME.
     """
     from tasks.text.tokenizer_folders import FolderTokenizer
 
@@ -153,12 +120,7 @@ def tokenizer(folder: str) -> Vocabulary:
 def named(name: str | None) -> Vocabulary:
     """Returns a vocabulary by its name.
 
-    Args:
-      name: `bytes`, a SentencePiece model (.model, local or gs://), or the folder of a published model (local, gs:// or
-        hf://OWNER/NAME). None is an error, which `problems` reports.
-
-    Raises:
-      UserError: `name` is not a string.
+    `name` is `bytes`, a SentencePiece model (.model), or the folder of a published model.
     """
     if name == "bytes":
         return bytes()
@@ -168,8 +130,7 @@ def named(name: str | None) -> Vocabulary:
 def trained_sentencepiece(size: int) -> Vocabulary:
     """Returns a SentencePiece vocabulary of `size` ids, which a run trains before its first step.
 
-    Raises:
-      UserError: `size` is not an integer of at least 300; the first 259 ids are 3 special ids and 256 bytes.
+    `size` is at least 300.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 300:
         raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")
