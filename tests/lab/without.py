@@ -182,8 +182,7 @@ def tests_of(own: Collection[str], tests: Mapping[str, str]) -> list[str]:
     while more := {
         name
         for name, text in tests.items()
-        if name not in found
-        and ({module_of(other) for other in found} & imported(text) or _asks(name, found, tests))
+        if name not in found and ({module_of(other) for other in found} & imported(text) or _asks(name, found, tests))
     }:
         found |= more
     return sorted(found)
