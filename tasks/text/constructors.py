@@ -224,9 +224,7 @@ def chats(
         )
     from tasks.text.chat_files import ChatFiles
 
-    corpus = ChatFiles(
-        _patterns(train, "chat_files.train"), _patterns(validation, "chat_files.validation"), num_streams
-    )
+    corpus = ChatFiles(_patterns(train, "chats.train"), _patterns(validation, "chats.validation"), num_streams)
     return _task("chats", corpus, (length, num_streams, vocabulary), kind=ChatTask)
 
 

@@ -22,7 +22,9 @@ from tasks.text.chat_files import ChatFiles
 from tasks.text.constructors import SHIPPED, TextTask
 from tasks.text.document_streams import DocumentSource, with_end
 from tasks.text.ids import ChatVocabulary, Vocabulary
+from tasks.text.seqio_cache import SeqioCache
 from tasks.text.tfds_source import tensorflow
+from tasks.text.token_cache import TokenCache
 
 
 def add(name: str, task: TextTask, **options: Any) -> Any:
@@ -34,10 +36,12 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
     features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]
     if isinstance(source, ChatFiles):
         examples, preprocessor = _answers, leave_out_long
-    elif isinstance(source, DocumentSource):
+    elif isinstance(source, DocumentSource) and not isinstance(source, (TokenCache, SeqioCache)):
         examples, preprocessor = _documents, split
     else:
-        raise UserError(f"{name}: expected a task of documents or conversations, found {source.describe()}")
+        raise UserError(
+            f"{name}: expected a task that reads documents or conversations themselves, found {source.describe()}"
+        )
 
     def dataset(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
         signature = {feature: tf.TensorSpec([None], tf.int32) for feature in features}

@@ -46,6 +46,11 @@ def make_task(pattern, tokenizer, **changes):
     return text.chats(**{"train": str(pattern), "length": LENGTH, "num_streams": 2, "vocabulary": tokenizer} | changes)
 
 
+def test_a_pattern_that_is_no_text_is_named(tokenizer):
+    with pytest.raises(UserError, match=r"text\.chats\.train is 3"):
+        make_task("", tokenizer, train=[3])
+
+
 def test_only_answers_and_their_end_markers_are_learned(tokenizer):
     chat = chat_files.read_chat("f", 1, json.dumps({"messages": ask(3)}).encode())
     segment = chat_files.segment(chat, tokenizer)

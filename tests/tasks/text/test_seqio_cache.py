@@ -517,6 +517,15 @@ seqio.TaskRegistry.add("prefix", source=source(), output_features=features("targ
 """
 
 
+def test_a_cache_of_tokens_has_no_documents_to_register(files, tmp_path):
+    from tasks.text import registered
+
+    made = {"length": LENGTH, "num_streams": 1}
+    for task in (text.tokens(cache=str(tmp_path), **made), make("own_chats", tmp_path / "cache", inputs=True)):
+        with pytest.raises(UserError, match="own: expected a task that reads documents or conversations themselves"):
+            registered.add("own", task)
+
+
 def test_a_registered_task_of_conversations_has_each_answer_after_all_that_comes_before(files, tmp_path):
     import seqio
 
