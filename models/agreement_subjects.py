@@ -1,8 +1,4 @@
-"""Small models, with optimizers and batches, on which strategies are compared with one device.
-
-Batches are packed rows with uneven padding that differs at every step, so that weights, segments and positions all
-matter. Other kinds of models have a module `agreement_subject` in their folder.
-"""
+"""Small models, with optimizers and batches, on which strategies are compared with one device."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -36,10 +32,7 @@ MODELS: Mapping[str, Model] = {"transformer": MODEL, **{name: other.MODEL for na
 
 
 def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields `steps` batches [rows, LENGTH] with two documents per row and padding.
-
-    The lengths of documents and padding differ between rows and steps.
-    """
+    """Yields `steps` batches [rows, LENGTH]; a row has two documents, then up to 5 positions of padding."""
     rng = np.random.default_rng(0)
     position = np.arange(LENGTH)[None]
     for _ in range(steps):
@@ -56,14 +49,14 @@ def random_batches(vocab_size: int, *, steps: int, rows: int = ROWS) -> Iterator
 
 
 def batches_for(model: Any, *, steps: int, rows: int = ROWS) -> Iterator[Mapping[str, np.ndarray]]:
-    """Yields `steps` batches for a model: packed documents, or what its kind of model needs."""
+    """Yields `steps` batches that fit a model."""
     if other := _other(model):
         return other.batches_for(model, steps=steps, rows=rows)
     return random_batches(model.vocab_size, steps=steps, rows=rows)
 
 
 def optimizer_of(model: Model) -> optimizers.Optimizer:
-    """Returns the optimizer with which a model's agreement is measured."""
+    """Returns the optimizer with which a model is compared."""
     other = _other(model)
     return other.OPTIMIZER if other else OPTIMIZER
 

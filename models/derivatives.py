@@ -1,11 +1,8 @@
-"""Norm, gate, embedding and unembedding with custom derivatives, tuned for the TPU compiler.
+"""Norms, activations, gates, embedding and unembedding, with derivatives that are tuned for the TPU compiler.
 
-An intermediate value that several matrix products read is computed once and stored. By default, XLA would fuse its
-computation into each of the products: that is hardly more operations, but leaves the tiles of the products less of the
-chip's fast memory. Inputs worth saving for the backward pass have checkpoint names
-(`models.decoder.config.REMAT`).
+Optimization barriers make XLA compute a gradient once that several matrix products read.
 
-B batch, T length, D embed, F mlp, V vocab.
+B batch, T length, D embed, V vocab.
 """
 
 import dataclasses
@@ -55,8 +52,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 
     Args:
       x: [..., D].
-      scale: [D].
-      bias: [D].
+      scale, bias: [D].
       eps: added to the variance.
     """
     wide = x.astype(jnp.float32)
@@ -80,14 +76,11 @@ def activated(x: jax.Array, activation: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClampedGate:
-    """The gate of gpt-oss's experts, whose inputs g and u are clamped: sigmoid(slope g) g (u + 1).
+    """The gate of gpt-oss's experts: sigmoid(slope g) g (u + 1), for a clamped gate g and up projection u.
 
     Attributes:
-      slope: factor of the gate g in its sigmoid.
-      limit: upper bound of the gate g, and bound of the absolute value of the second projection u.
-
-    Raises:
-      UserError: a number is not finite and above 0.
+      slope: factor of g in the sigmoid.
+      limit: upper limit of g; u is clamped to [-limit, limit].
     """
 
     slope: float = 1.702
@@ -98,7 +91,6 @@ class ClampedGate:
             check_number(getattr(self, field), where=f"ClampedGate.{field}", is_positive=True)
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Returns the hidden units, computed in float32."""
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
         wide = jnp.minimum(gate.astype(jnp.float32), self.limit)
         other = jnp.clip(up.astype(jnp.float32), -self.limit, self.limit)
@@ -117,7 +109,6 @@ def gated(gate: jax.Array, up: jax.Array, activation: str | ClampedGate = "silu"
 
 @jax.custom_vjp
 def _silu_gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns silu(gate) * up. Its gradients are computed once, instead of in each product that reads them."""
     return _gated_forward(gate, up)[0]
 
 
@@ -136,7 +127,7 @@ def _gated_back(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    """Returns the sigmoid by tanh, one instruction on a TPU; 1 / (1 + exp(-x)) takes two and a correction."""
+    """Computes the sigmoid by tanh, which is one instruction on a TPU."""
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
@@ -145,7 +136,7 @@ _silu_gated.defvjp(_gated_forward, _gated_back)
 
 @jax.custom_vjp
 def with_float32_gradient(x: jax.Array) -> jax.Array:
-    """Returns x, which is float32; its gradients are converted to float32 before they are summed."""
+    """Returns x, which is float32, and converts its gradient to float32."""
     return x
 
 
@@ -161,20 +152,13 @@ def embedded(
     entries: str | None = "vocab",
     where_stored: bool = False,
 ) -> jax.Array:
-    """Returns the rows `ids` of an embedding table, in `dtype`; gradients are summed in the dtype of the table.
-
-    A trained table is in float32: a frequent token has thousands of gradients in a batch, and in bfloat16 each would be
-    rounded to the precision of the sum so far. The sum is computed where the table is stored: a chip that stores some
-    columns receives these columns of all gradients, which is less traffic than summing whole tables over chips.
+    """Returns the rows `ids` of an embedding table; their gradients are summed in the dtype of the table.
 
     Args:
-      table: [V, D] with axes (entries, embed), as stored.
-      ids: [...], int32.
-      rows: logical axes of `ids`.
-      dtype: dtype of the result [..., D].
-      entries: logical axis of the table's rows; its columns have the axis `embed`.
-      where_stored: whether each chip looks up the ids of all rows in its part of the table, and chips exchange what
-        they found. For a table that is much larger than the result, this is less traffic than gathering the table.
+      table: [V, D], with the logical axes `entries` and embed.
+      ids: [...], int32, with the logical axes `rows`.
+      where_stored: whether to look up ids where the table is stored, if its sharding allows this, and exchange the
+        results, instead of gathering the table.
     """
     specs = logical.lookup_specs((entries, "embed"), rows) if where_stored else None
     if specs is not None:
@@ -209,7 +193,7 @@ embedded.defvjp(lambda table, ids, *static: (embedded(table, ids, *static), (tab
 def unembedded(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns x [B, T, D] times weight [D, V], float32.
 
-    Its gradient is rounded to the dtype of x, once for both products that read it; TPU products would round it anyway.
+    The gradient of the result is rounded to the dtype of x.
     """
     return jnp.einsum("btd,dv->btv", x, weight, preferred_element_type=jnp.float32)
 

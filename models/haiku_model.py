@@ -17,18 +17,17 @@ class HaikuModel(abc.ABC):
     """A `core.types.Model` whose subclass defines `sums`; usually a frozen dataclass.
 
     Attributes:
-      names: axes of the parameters of stock Haiku modules, by pattern (`core.logical.named`). Parameters that
-        `core.logical.param` makes need no entry.
+      names: logical axes of the parameters of stock Haiku modules, by pattern (`core.logical.named`).
     """
 
     names: ClassVar[Mapping[str, Sequence[str | None] | ParamSpec]] = {}
 
     @abc.abstractmethod
     def sums(self, batch: Batch, *, is_training: bool) -> LossOutput:
-        """Returns the loss as sums over the batch, never means; runs inside `hk.transform`."""
+        """Returns the loss as sums over the batch, not means; called inside `hk.transform`."""
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters. Raises UserError as `core.logical.named`."""
+        """Returns initial parameters."""
         return self._transformed(is_training=False).init(rng, batch)
 
     def init_carry(self, batch: Batch) -> Carry:
@@ -39,15 +38,7 @@ class HaikuModel(abc.ABC):
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool
     ) -> tuple[Carry, LossOutput]:
-        """Returns the carry and `sums`.
-
-        Args:
-          params: the parameters.
-          carry: returned as it is.
-          rng: the key of the step.
-          batch: {field: [B, ...]}.
-          is_training: passed to `sums`.
-        """
+        """Returns the carry unchanged, and `sums`."""
         return carry, self._transformed(is_training=is_training).apply(params, rng, batch)
 
     def _transformed(self, **options: Any) -> hk.Transformed:

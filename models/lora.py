@@ -1,9 +1,8 @@
-"""Low-rank adapters: a few trained parameters that are added to the frozen matrices of a decoder.
+"""Low-rank adapters: trained parameters that are added to the frozen matrices of a decoder.
 
     y = x W + (alpha / rank) dropout(x) A B          A [in, rank], B [rank, out], B = 0 at the start
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1. The base is stored in `base_dtype`,
-has no gradient and no optimizer state, and training leaves its bits unchanged.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
 """
 
 import dataclasses
@@ -32,15 +31,11 @@ class Lora:
     """Adapters of a decoder's matrices.
 
     Attributes:
-      rank: inner dimension of an adapter, at least 1.
-      alpha: the adapter's output is multiplied by alpha / rank; above 0.
-      targets: names of the matrices with an adapter, of those that the decoder's parts list (`Part.matrices`).
-      dropout: rate, from 0 to below 1, at which inputs of adapters are dropped in training.
-      base_dtype: dtype, "bfloat16" or "float32", in which all other parameters are stored, frozen; routers of experts,
-        with their biases and corrections, stay in float32.
-
-    Raises:
-      UserError: a number is out of range, there is no target, a target is given twice, or `base_dtype` is unknown.
+      rank: inner dimension of an adapter.
+      alpha: an adapter's output is multiplied by alpha / rank.
+      targets: names of the matrices with an adapter (`Part.matrices`).
+      dropout: rate at which inputs of adapters are dropped in training.
+      base_dtype: dtype of the frozen parameters, "bfloat16" or "float32"; routers of experts stay in float32.
     """
 
     rank: int
@@ -80,9 +75,8 @@ class Lora:
         """Returns a product of x and a matrix plus the output of the matrix's adapter, if it has one.
 
         Args:
-          name: name of the matrix.
           product: x times the matrix, [B, T, *out].
-          x: [B, T, *in], in the compute dtype.
+          x: [B, T, *in].
           axes: logical axes of in and out.
           rows: [B], global row ids for dropout; None: no dropout.
         """
@@ -102,7 +96,7 @@ class Lora:
     def _pair(
         self, name: str, width: tuple[int, ...], out: tuple[int, ...], axes: Any, dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Makes A [*width, rank] and B [rank, *out] in `dtype`; `name` and `axes` are as in `added`."""
+        """Makes A [*width, rank] and B [rank, *out]."""
         inner, outer = axes
         fan_in = math.prod(width)
         init = hk.initializers.RandomUniform(-(fan_in**-0.5), fan_in**-0.5)
@@ -113,12 +107,9 @@ class Lora:
         return a, b
 
     def changed(self, name: str, weight: jax.Array, axes: tuple[tuple[str | None, ...], tuple[str | None, ...]]) -> Any:
-        """Returns a matrix in the compute dtype, with its adapter added if it is a target.
+        """Returns a matrix [*in, *out], with its adapter added if it is a target, without dropout.
 
-        Args:
-          name: name of the matrix.
-          weight: [*in, *out].
-          axes: logical axes of in and out.
+        `axes` are the logical axes of in and out.
         """
         if name not in self.targets:
             return weight
@@ -127,9 +118,9 @@ class Lora:
         return weight + self.scale * jnp.tensordot(a, b, 1)
 
     def base_frozen(self, params: Params) -> Params:
-        """Returns newly initialized parameters with all but the adapters frozen, and stored in `base_dtype`.
+        """Returns parameters with all but the adapters frozen, and stored in `base_dtype`.
 
-        Routers of experts, with their biases and corrections, are frozen in float32, in which scores are computed.
+        Routers of experts keep their dtype.
         """
         base = [name for name in parameters.names(params) if not name.endswith(("_lora_a", "_lora_b"))]
         routers = [name for name in base if name.endswith(("/router", "/router_bias", "/correction"))]
@@ -137,12 +128,9 @@ class Lora:
         return logical.frozen(params, routers)
 
     def merged(self, base: Any, a: Any, b: Any) -> Any:
-        """Returns the matrix W + (alpha / rank) A B of one layer, in float32 numpy.
+        """Returns W + (alpha / rank) A B of one layer, float32 numpy.
 
-        Args:
-          base: [*in, *out].
-          a: [*in, rank].
-          b: [rank, *out].
+        `base` is W [*in, *out], `a` is A [*in, rank], `b` is B [rank, *out].
         """
         return base.astype("float32") + self.scale * (
             a.astype("float32").reshape(-1, self.rank) @ b.astype("float32").reshape(self.rank, -1)
@@ -158,15 +146,11 @@ def adapted(
     dropout: float = 0.0,
     base_dtype: str = "bfloat16",
 ) -> Model:
-    """Returns a copy of a decoder, or of a model that wraps one, in which only low-rank adapters are trained.
+    """Returns a copy of a model in which only low-rank adapters of its decoder are trained.
 
     Args:
-      model: the decoder, such as `@pretrained.model()`.
+      model: a decoder, such as `@pretrained.model()`, or a model that wraps one.
       rank, alpha, targets, dropout, base_dtype: see `Lora`.
-
-    Raises:
-      UserError: the model is no decoder of this workspace, a target is not the name of one of its matrices, or a
-        setting is out of range.
     """
     if wrappers.field_path(model, "lora") is None:
         raise UserError(

@@ -10,15 +10,15 @@ from core.types import LossOutput, WeightedSum
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, vocab_size: int) -> LossOutput:
-    """Returns weighted sums over positions: next-token cross-entropy in nats, and the metric `accuracy`.
+    """Returns weighted sums over positions: cross-entropy in nats, and the metric `accuracy`.
 
     The target's logit is selected by comparison, because indexing into a sharded dimension would gather it.
 
     Args:
       logits: [B, T, V].
-      targets: [B, T], int32, below `vocab_size`.
+      targets: [B, T], int32.
       weights: [B, T], float32; 0 excludes a position.
-      vocab_size: number of valid entries; the rest of V is padding with probability 0.
+      vocab_size: number of entries of V that are not padding.
     """
     token_loss, correct = _next_token(logits, targets, vocab_size)
     weight_sum = jnp.sum(weights)
@@ -30,12 +30,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *, 
 
 
 def token_losses(logits: jax.Array, targets: jax.Array, *, vocab_size: int) -> jax.Array:
-    """Returns the cross-entropy of every position in nats, [B, T]; arguments as in `cross_entropy`."""
+    """Returns the cross-entropy of each position in nats, [B, T]; arguments as in `cross_entropy`."""
     return _next_token(logits, targets, vocab_size)[0]
 
 
 def _next_token(logits: jax.Array, targets: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the loss of every position, and 1 where the target has the largest logit, [B, T] float32."""
+    """Returns the loss, and 1 where the target has the largest logit, each [B, T] float32."""
     entries = jnp.arange(logits.shape[-1])  # [V]
     logits = jnp.where(entries < vocab_size, logits.astype(jnp.float32), -1e30)  # [B, T, V]
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
@@ -45,17 +45,10 @@ def _next_token(logits: jax.Array, targets: jax.Array, vocab_size: int) -> tuple
 
 
 def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
-    """Returns log(s(x) / sum s(x)) with s(x) = x + 1 for x >= 0 and 1 / (1 - x) for x < 0, in float32.
+    """Returns log(s(x) / sum s(x)), with s(x) = x + 1 for x >= 0 and 1 / (1 - x) for x < 0, in float32.
 
-    Prieto et al. 2025, eq. 5. The argument of each branch is replaced by 0 where the other one is selected: otherwise,
-    at x = 1, the gradient of the branch that is not selected would be infinite, and NaN after multiplication with 0.
-
-    Args:
-      logits: [..., V].
-      vocab_size: number of valid entries; the rest of V is padding with probability 0.
-
-    Returns:
-      [..., V], float32; meaningless for padding.
+    Prieto et al. 2025, eq. 5; [..., V]. Results from entry `vocab_size` on have no meaning. Each branch is computed at
+    0 where the other one is selected; otherwise, at x = 1, the gradient would be NaN.
     """
     x = logits.astype(jnp.float32)
     positive = x >= 0
@@ -67,16 +60,13 @@ def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
 
 
 def log_softmax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
-    """Returns log softmax; arguments and result as in `log_stablemax`."""
+    """Returns log softmax; arguments as in `log_stablemax`."""
     exists = jnp.arange(logits.shape[-1]) < vocab_size
     return jax.nn.log_softmax(jnp.where(exists, logits.astype(jnp.float32), -1e30), axis=-1)
 
 
 def negative_log_likelihood(log_probabilities: jax.Array, labels: jax.Array) -> jax.Array:
-    """Returns -log p(label), 0 for labels `core.types.IGNORED`; [..., V], [...] -> [...].
-
-    The label is selected by comparison, as in `cross_entropy`.
-    """
+    """Returns -log p(label), or 0 for labels `core.types.IGNORED`; [..., V], [...] -> [...]."""
     chosen = jnp.arange(log_probabilities.shape[-1]) == labels[..., None]
     return -jnp.sum(jnp.where(chosen, log_probabilities, 0.0), axis=-1)
 

@@ -15,14 +15,10 @@ from models.decoder.transformer import Transformer
 def model(folder: str, **changes: Any) -> Transformer:
     """Returns the decoder that the `config.json` of a folder describes, with fields replaced by `changes`.
 
-    Args:
-      folder: local, gs:// or hf://OWNER/NAME.
-      **changes: fields of `Transformer`, such as `remat`.
+    `folder` is local, gs:// or hf://OWNER/NAME.
 
     Raises:
-      UserError: the file is missing or cannot be downloaded, it describes a model that the decoder cannot express, or
-        `changes` do not fit.
-      TypeError: there is no field of a name in `changes`.
+      UserError: the file cannot be read, or the decoder cannot express the model.
     """
     found = published_files.small_files(folder)
     fields = families.fields(families.read_config(found), where=str(found / published_files.CONFIG))

@@ -1,15 +1,9 @@
 """Matrix products in int8 or FP8, by the library qwix.
 
-The peak of int8 is twice that of bfloat16 on v5e, v5p and v6e, and that of FP8 on chips with
-`core.slices.Chip.has_fp8`.
-
-Each row of activations and each output column of a weight is scaled by its largest absolute value to the range of the
-type (symmetric, computed anew in every step). That is -128 to 127 for int8, whose products are summed in int32. For FP8
-it is that of float8_e4m3fn (448, 3 bits of mantissa), and of float8_e5m2 (57,344, 2 bits) for incoming gradients, as in
-qwix's recipes; products are summed in float32. The gradient of the activations is computed in the same way, from rows
-of the incoming gradient; the gradient of the weights is a product in the compute dtype, because it is summed over all
-tokens of a device, where rounding to nearest would lose the many small terms. Gradients pass through the rounding as if
-it were the identity (straight-through estimator, Bengio et al. 2013).
+Each row of activations and each output column of a weight is scaled, in every step, by its largest absolute value to
+the range of the type. FP8 is float8_e4m3fn, or float8_e5m2 for incoming gradients. The gradient of weights is a product
+in the compute dtype, because it sums over many tokens, where rounding would lose small terms. Gradients pass through
+the rounding as if it were the identity (straight-through estimator, Bengio et al. 2013).
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ _TYPES = {"int8": ("int8", "int8"), "fp8": ("float8_e4m3fn", "float8_e5m2")}  # 
 
 
 def check(choice: str) -> None:
-    """Raises UserError if the library for products in `choice`, "int8" or "fp8", is not installed."""
+    """Raises UserError if the library for products in `choice` is not installed."""
     if choice != "none":
         extras.require("qwix", extra="int8", what=f"Transformer.quantization = {choice!r}")
 
@@ -39,11 +33,9 @@ def product(choice: str, subscripts: str, axes: tuple[str, ...], x: jax.Array, w
 
     Args:
       choice: "int8" or "fp8".
-      subscripts: as of `jnp.einsum`, for two operands, with every dimension named.
+      subscripts: for two operands, with every dimension named.
       axes: logical axes of the weight.
-      x: activations.
-      weight: a matrix in the dtype of x, laid out as stored: each device rounds its own part, so that what is gathered
-        is one byte per entry.
+      weight: laid out as stored, in the dtype of x.
     """
     return _forward(_TYPES[choice][:1] * 2, subscripts, axes, x, weight)
 
@@ -69,14 +61,7 @@ def _parts(subscripts: str) -> tuple[str, str, str]:
 
 
 def _rounded(x: jax.Array, type_: str, names: str, others: str) -> Any:
-    """Returns x quantized to a type, with one scale per index of the dimensions that the product does not sum over.
-
-    Args:
-      x: one operand of the product.
-      type_: the dtype of its quantized values.
-      names: the letters of its dimensions in the subscripts of the product.
-      others: the letters of the other operand's dimensions; the product sums over those that both have.
-    """
+    """Quantizes x, with one scale for each index of the dimensions that are not in `others`."""
     kept = [i for i, name in enumerate(names) if name not in others]
     import qwix
 

@@ -23,12 +23,12 @@ Shared = dict[int, object]  # keys and values that later layers use, by number a
 
 
 class Passing(NamedTuple):
-    """What layers pass to the next layer when rows are extended.
+    """What a layer passes to the next one in generation.
 
     Attributes:
       stream: the residual stream, [B, T, D].
-      number: [B] int32, the number of the layer, equal for all rows; () if the decoder has no `layer_inputs`.
-      shared: keys and values for later layers, from `kv_cache.extended`.
+      number: [B] int32, the number of the next layer; () if the decoder has no `layer_inputs`.
+      shared: keys and values for later layers, by number among `DecoderConfig.key_sources`.
     """
 
     stream: jax.Array
@@ -36,12 +36,7 @@ class Passing(NamedTuple):
     shared: Shared
 
     def with_places(self, config: DecoderConfig, kinds: Sequence[LayerKind], states: Sequence[State]) -> "Passing":
-        """Returns a copy with placeholders for the keys and values that the given layers compute for later ones.
-
-        Args:
-          config: the decoder.
-          kinds, states: kinds of these layers, and their states.
-        """
+        """Returns a copy with placeholders for keys and values that layers of `kinds` compute for later layers."""
         rows, length = self.stream.shape[:2]
         places: Shared = {}
         for kind, state in zip(kinds, states, strict=True):
@@ -54,25 +49,18 @@ class Passing(NamedTuple):
 
 
 class Block(hk.Module):
-    """One layer: its parts read the residual stream, with norms before, after or both, and add their outputs to it."""
+    """One layer: its parts read the residual stream, and their outputs are added to it."""
 
     def __init__(self, config: DecoderConfig, kind: LayerKind):
-        """Makes a layer of a kind; the names of its parameters start with the kind's `module`."""
         super().__init__(kind.module)
         self.config = config
         self.kind = kind
 
     def __call__(self, x: jax.Array, call: Call) -> tuple[jax.Array, State, dict[str, object], Shared]:
-        """Runs the layer on the residual stream.
-
-        Args:
-          x: the residual stream [B, T, D].
-          call: the other arguments; `call.before.state` and `call.carried`, if given, have the states of those parts of
-            this layer that have any, by name.
+        """Runs the layer on the residual stream x [B, T, D].
 
         Returns:
-          The residual stream; states and sums of the parts that have any, by name of the part; and `call.shared` with
-            the layer's own entries.
+          The stream; states and sums of parts, by name; and `call.shared` with the layer's own entries.
         """
         states: State = {}
         sums: dict[str, object] = {}

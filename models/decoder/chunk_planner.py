@@ -4,11 +4,8 @@
 
 Two stacks of causal layers run over the summaries s_j, one per chunk of c positions. The low stack runs several times
 for each step of the high stack (Wang et al. 2025, "Hierarchical Reasoning Model"). Gradients flow only through the last
-step of both; the steps before are a fixed-point iteration without gradient. Position t reads the plan of the chunk
-before its own, j(t) = t // c - 1, so nothing depends on later tokens. A summary has only the chunk's tokens that belong
-to the segment of its last token, plans attend within segments, and a position reads only plans of its segment. Chunks
-are counted from the start of the row, so the plans of a segment depend on where it starts in the row. Generation counts
-from the first token.
+step of both. Position t reads the plan of the chunk before its own, j(t) = t // c - 1, if the plan belongs to its
+segment.
 
 B batch, T length, D embed, c positions per chunk, n chunks.
 """
@@ -33,7 +30,7 @@ from models.decoder.planner_config import Planner
 
 
 class State(NamedTuple):
-    """The state of generation: for each chunk of a row, the sum of its embedded tokens; [rows, n, D] float32."""
+    """The state of generation: the sum of the embedded tokens of each chunk; [rows, n, D] float32."""
 
     sums: jax.Array
 
@@ -42,16 +39,13 @@ def empty_state(settings: Planner, rows: int, length: int, embed_dim: int) -> St
     """Returns the state before the first slot.
 
     Args:
-      settings: the planner.
-      rows: number of rows.
-      length: maximum number of slots of a row.
-      embed_dim: D.
+      length: largest number of slots of a row.
     """
     return State(jnp.zeros((rows, -(-length // settings.chunk), embed_dim)))
 
 
 class Plans(hk.Module):
-    """The planner of a decoder: makes plans from the chunks of rows, and returns what later positions add from them."""
+    """The Haiku module of a decoder's planner."""
 
     def __init__(self, config: DecoderConfig, settings: Planner):
         super().__init__("planner")
@@ -70,11 +64,7 @@ class Plans(hk.Module):
         )
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Returns the vectors [B, T, D] to add to the embedded tokens `x` [B, T, D], given their segments [B, T].
-
-        Raises:
-          UserError: the strategy being traced shards positions.
-        """
+        """Returns the vectors [B, T, D] to add to the embedded tokens `x` [B, T, D], given their segments [B, T]."""
         check_layout()
         c, length = self.settings.chunk, x.shape[1]
         extra = -length % c
@@ -87,12 +77,9 @@ class Plans(hk.Module):
         return self._read(x, plans, chunk, ids[:, :, -1], segment_ids)
 
     def extended(self, x: jax.Array, state: State, places: jax.Array) -> tuple[jax.Array, State]:
-        """Continues rows that have one segment each; returns the vectors to add, and the new state.
+        """Returns the vectors to add to embedded tokens x [B, T, D] of new slots, and the new state.
 
-        Args:
-          x: [B, T, D], the embedded tokens of the new slots.
-          state: the state after the earlier slots.
-          places: [B, T], the positions of the slots in their rows; negative for empty slots.
+        Rows have one segment each; `places` [B, T] are the slots' positions, negative for empty slots.
         """
         c, count = self.settings.chunk, state.sums.shape[1]
         of = (places[..., None] // c == jnp.arange(count)) & (places >= 0)[..., None]  # [B, T, n]
@@ -138,15 +125,7 @@ class Plans(hk.Module):
     def _read(
         self, x: jax.Array, plans: jax.Array, chunk: jax.Array, of_plans: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
-        """Returns the gated plan that each position reads, [B, T, D]; 0 where there is none of its segment.
-
-        Args:
-          x: [B, T, D], from which gates are computed.
-          plans: [B, n, D].
-          chunk: the number of the chunk whose plan each position reads, [B, T]; negative: none.
-          of_plans: the segments of the plans, [B, n].
-          segment_ids: the segments of the positions, [B, T].
-        """
+        """Returns the gated plan of `chunk` [B, T] for each position; 0 if that is negative or of another segment."""
         d = x.shape[-1]
         at = jnp.maximum(chunk, 0)
         is_there = (chunk >= 0) & (jnp.take_along_axis(of_plans, at, axis=1) == segment_ids)
@@ -160,10 +139,9 @@ class Plans(hk.Module):
 
 
 def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
-    """Returns training FLOPs per token: those of a chunk, divided by its positions.
+    """Returns training FLOPs per token, without those of attention among summaries.
 
-    A step runs each of its layers once per chunk: 6 FLOPs per matrix entry, or 2 in a step without gradient. Attention
-    among summaries is not counted.
+    For each chunk and matrix entry, a step of a layer takes 6 FLOPs, or 2 without gradient.
     """
     layer = sum(part.work(config, 0).matrices for part in (layers.Attention(), layers.Mlp()))
     low, high = settings.high_steps * settings.low_steps, settings.high_steps
@@ -172,7 +150,7 @@ def flops_per_token(settings: Planner, config: DecoderConfig) -> float:
 
 
 def check_layout() -> None:
-    """Raises UserError if the strategy being traced shards the positions that a chunk summarizes."""
+    """Raises UserError if the strategy being traced shards positions."""
     for name in ("length", "residual_length"):
         spec = logical.activation_spec(name)
         if spec is not None and logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape) > 1:

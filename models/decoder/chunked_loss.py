@@ -1,15 +1,12 @@
 """Computes a loss in chunks of positions, so that the logits of all positions never exist at once.
 
-The logits of a large vocabulary are the largest array of a step: 8192 positions and 128,256 entries take 4 GiB in
-float32, and their gradient takes as much. A loss is a sum over positions, so a loop over chunks computes it with the
-logits of one chunk at a time. Under differentiation the same loop also computes the gradient: the gradient of the loss
-sum is known as soon as the logits are, so nothing is computed twice.
+A loss is a sum over positions, so a loop over chunks computes it with the logits of one chunk at a time. Under
+differentiation, the same loop also computes the gradient:
 
     for chunk c:  sums += fn(params, x[c]);   d params += d fn / d params;   d x[c] = d fn / d x[c]
 
-The loop runs in a `shard_map` region in which the mesh axes that shard rows and positions are manual. Every chip splits
-its own positions, and adds up its own gradient of the parameters in float32; the gradients of all chips are summed
-once. All other axes, such as that of the vocabulary, stay automatic.
+The loop runs in a `shard_map` region in which the mesh axes that shard rows and positions are manual. A chip adds up
+its own gradient of the parameters in float32; the gradients of the chips are summed once.
 
 B batch, T length, D embed, C positions per chunk.
 """
@@ -32,13 +29,7 @@ CHUNK_BYTES = 2 * 2**30  # bytes of float32 logits that a chip computes at once 
 
 
 class _Layout(NamedTuple):
-    """The sharding of rows and positions in the region around the loop.
-
-    Attributes:
-      rows: spec of [B, T] over the manual axes.
-      manual: the axes of `rows` with a degree above 1.
-      pieces: number of shards of positions over other axes; every chunk has equally many positions of each.
-    """
+    """Spec of [B, T], its manual mesh axes, and the number of shards of positions over other axes (`pieces`)."""
 
     rows: PartitionSpec
     manual: tuple[str, ...]
@@ -46,10 +37,9 @@ class _Layout(NamedTuple):
 
 
 def default_positions(rows: int, length: int, vocab: int) -> int | None:
-    """Returns the positions per row and chunk on a chip; None if the logits are small enough for one chunk.
+    """Returns the positions per row and chunk on a chip; None: one chunk is enough.
 
-    Args:
-      rows, length, vocab: shape of the logits, before automatic mesh axes shard them.
+    `rows`, `length`, `vocab` are the shape of the logits, before automatic mesh axes shard them.
     """
     spec, sizes = logical.activation_spec("batch", "length", "vocab"), jax.sharding.get_abstract_mesh().shape
     shards = [logical.shards(entry, sizes) for entry in spec or ()] or [1, 1, 1]
@@ -59,18 +49,15 @@ def default_positions(rows: int, length: int, vocab: int) -> int | None:
 
 
 def total(fn: Sums, params: Any, x: jax.Array, side: Any, *, positions: int) -> LossOutput:
-    """Computes `fn(params, x, side)` in chunks.
+    """Computes `fn(params, x, side)` in chunks of positions.
 
-    `params` and `x` have gradients, only through `loss_sum`; `side` has none. Gradients of frozen parameters are not
-    computed.
+    `params` and `x` have gradients, only through `loss_sum`; `side` has none.
 
     Args:
-      fn: returns sums over positions; a position at which `x` and `side` are 0 must add 0. It must not close over
-        arrays.
-      params: a tree of arrays.
+      fn: returns sums over positions, 0 where `x` and `side` are 0; must not close over arrays.
       x: [B, T, D], with the logical axes batch, residual_length and embed.
       side: a tree of arrays [B, T].
-      positions: C, the number of positions of each row that a chip computes at a time; it need not divide T.
+      positions: C, the most positions of a row that a chip computes at a time.
     """
     layout = _layout()
 
@@ -124,7 +111,6 @@ def _layout() -> _Layout:
 
 
 def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
-    """Returns `local` as a function that runs on the shards of rows and positions."""
     if not layout.manual:  # an empty `axis_names` would mean all axes
         return local
     return jax.shard_map(
@@ -139,10 +125,7 @@ def _on_chips(local: Callable, layout: _Layout, out_specs: Any) -> Callable:
 def _with_gradients(
     fn: Sums, params: Any, trained: Sequence[bool], chunks: tuple[jax.Array, Any]
 ) -> tuple[LossOutput, list[jax.Array], jax.Array]:
-    """Returns the sums over `chunks`, and the gradients of the leaves of `params` that `trained` marks, and of x.
-
-    The gradients of the leaves are in float32; that of x is [n, B, pieces C, D].
-    """
+    """Returns the sums, float32 gradients of the `trained` leaves of `params`, and that of x, [n, B, pieces C, D]."""
     leaves, structure = jax.tree.flatten(params)
 
     def loss_sum(learned: list[jax.Array], x: jax.Array, side: Any) -> tuple[jax.Array, LossOutput]:
@@ -163,7 +146,7 @@ def _with_gradients(
 
 
 def _placed(chosen: Sequence[jax.Array], places: Sequence[bool]) -> list[jax.Array | None]:
-    """Returns a list as long as `places`: the arrays of `chosen`, in order, where these are true, else None."""
+    """Returns the arrays of `chosen`, in order, where `places` is true, and None elsewhere."""
     arrays = iter(chosen)
     return [next(arrays) if here else None for here in places]
 
@@ -173,15 +156,12 @@ def _summed(sums: LossOutput, layout: _Layout) -> LossOutput:
 
 
 def _over_chips(gradients: jax.Array) -> jax.Array:
-    """Sums gradients over their first dimension, the chips, in their dtype, because `jnp.sum` would send float32."""
+    """Sums over chips in the gradients' dtype; `jnp.sum` would send float32."""
     return jax.lax.reduce(gradients, jnp.zeros((), gradients.dtype), jax.lax.add, (0,))
 
 
 def _split(tree: Any, pieces: int, positions: int) -> Any:
-    """Splits leaves [B, T, ...] into n chunks [n, B, pieces C, ...], padded with zeros; C is at most `positions`.
-
-    Each chunk has C positions of each of the `pieces` equal parts of a row.
-    """
+    """Splits leaves [B, T, ...] into chunks [n, B, pieces C, ...], padded with zeros; C is at most `positions`."""
 
     def one(a: jax.Array) -> jax.Array:
         rows, length, *rest = a.shape

@@ -1,4 +1,4 @@
-"""The fields of the decoder: its sizes, and everything in which families of models differ."""
+"""The fields of the decoder: its sizes, and what differs between families of models."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ _POSITIVE = ("norm_eps", "rope_theta", "logit_softcap", "logit_scale", "residual
 
 
 class LayerKind(NamedTuple):
-    """The kind of a layer: the static properties in which layers of a decoder can differ.
+    """The static properties in which layers of a decoder can differ.
 
     Attributes:
       mixers: the mixers, whose outputs are added.
       feed_forward: the feed-forward; None: the layer has none.
       module: name of the Haiku module with its parameters.
-      is_first: whether it is a kind of the layers of `DecoderConfig.first_feed_forward`.
+      is_first: whether the layer is one of `DecoderConfig.first_feed_forward`.
     """
 
     mixers: tuple[Part, ...]
@@ -85,61 +85,46 @@ class DecoderConfig(Decoder):
     """The fields of `models.decoder.transformer.Transformer`, with Llama's defaults.
 
     Attributes:
-      vocab_size: entries of the vocabulary, which are stored rounded up to `vocab_multiple`.
-      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads: sizes, at least 1; num_heads is a multiple of
-        num_kv_heads.
+      vocab_size: number of entries of the vocabulary.
+      num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads: sizes; num_heads is a multiple of num_kv_heads.
       head_dim: size of a head, even with rotary positions; None: embed_dim / num_heads.
-      tied: whether the embedding is also the output matrix; its initial standard deviation is then 1 / sqrt(embed_dim)
-        instead of 1.
-      remat: what is saved for the backward pass and not recomputed: "none" (saves all it needs), "projections",
-        "attention_and_mlp", "attention_and_up", "attention", "dots", "halves", "full" (saves least); in the memory of
-        the host "attention_on_host", "attention_and_input_on_host", "input_on_host"; see `REMAT`.
-      quantization: "none", "int8" or "fp8": the products of attention and dense feed-forward layers are computed in
-        int8, with rounding errors of about 1% each, or in FP8, with 2% to 8%; see `models.quantized`. int8 is
-        predicted to be faster on v5p and v6e, but not on v4, v5e and tpu7x. Of the TPUs, only tpu7x has FP8.
-      dtype: compute dtype, "bfloat16" or "float32". Norms, softmax and loss are computed in float32, in which
-        parameters are also stored (but with `lora`, see its `base_dtype`).
-      attention: "auto", "plain", "splash", "cudnn" or "none"; see `models.decoder.attention.attention.attend`.
+      tied: whether the embedding is also the output matrix.
+      remat: what is saved for the backward pass: "none" (all it needs), "projections", "attention_and_mlp",
+        "attention_and_up", "attention", "dots", "halves", "full" (least); or, in host memory, "attention_on_host",
+        "attention_and_input_on_host", "input_on_host". See `REMAT`.
+      quantization: "none", "int8" or "fp8": type of the products of attention and dense feed-forward layers
+        (`models.quantized`). Of the TPUs, only tpu7x has FP8.
+      dtype: compute dtype, "bfloat16" or "float32". Parameters are stored in float32, except with `lora`.
+      attention: "auto", "plain", "splash", "cudnn" or "none" (`models.decoder.attention.attention.attend`).
       norm: "rms" (x / rms * scale), "rms_offset" (x / rms * (1 + scale)) or "layer" (LayerNorm with a bias).
-      norm_eps: the number added to the mean square or variance.
-      post_norm: whether to also normalize the output of attention and of the feed-forward layer before it is added;
-        "only": normalize the output instead of the input.
-      residual_scale: factor of the outputs of mixers and feed-forwards, applied last before they are added.
-      layer_scale: whether a frozen number multiplies the stream after each layer; it is 1 unless weights are read.
-      bias: biases: "none"; "qkv": of queries, keys and values; "all": also of the output and the feed-forward layer.
-      gated: whether a feed-forward has a second projection of its input, which multiplies the activated one.
-      activation: "silu", "gelu", or the approximations of "gelu" by "gelu_tanh" and "gelu_sigmoid".
-      positions: "rotary"; or "learned": a vector for each of `max_positions` positions, which must be given, is added
-        to the embedding.
+      norm_eps: added to the mean square or variance.
+      post_norm: what is normalized: False: inputs of mixers and feed-forwards; "only": their outputs; True: both.
+      residual_scale: factor of the outputs of mixers and feed-forwards.
+      layer_scale: whether a frozen number, initially 1, multiplies the stream after each layer.
+      bias: "none"; "qkv": queries, keys and values have biases; "all": also the output and the feed-forward layer.
+      gated: whether a feed-forward multiplies two projections of its input, one of them activated.
+      activation: "silu", "gelu", or its approximations "gelu_tanh" and "gelu_sigmoid".
+      positions: "rotary"; or "learned": a vector for each of `max_positions` positions is added to the embedding.
       max_positions: the largest number of positions in a row; None: no limit.
       rope_theta, rope_scaling: base of the rotary embedding, and its scaling to longer contexts
         (`models.decoder.rotary`).
-      logit_softcap: logits x become softcap tanh(x / softcap); None: they are not bounded.
-      logit_scale: factor that multiplies logits before they are bounded.
-      scaled_embedding: True: embeddings are multiplied by sqrt(embed_dim); a number: by this number; False: not at all.
+      logit_softcap: logits x become softcap tanh(x / softcap); None: no bound.
+      logit_scale: factor of logits, before the bound.
+      scaled_embedding: factor of embeddings; True: sqrt(embed_dim); False: 1.
       mixer: the part (`parts.Part`) that mixes positions, or a `parts.Sum` of several; a tuple is repeated over the
         layers, such as (Attention(window=512), Attention()).
-      feed_forward: a part, or None for layers without one; a tuple is repeated over the layers. If layers have
-        different parameters, the number of layers (without those of `first_feed_forward`) must be a multiple of the
-        number after which their structure repeats; the i-th of these layers has its parameters in a module `block_i`.
-      first_feed_forward: the feed-forwards of the first layers, one per layer, fewer than `num_layers`, each a part or
-        None; later layers use `feed_forward`.
-      first_mixer: the mixers of these first layers, one per layer, instead of `mixer`; (): those of `mixer`.
-      layer_inputs: gives each layer a small input of its own for each token; None: there are none.
-      planner: adds plans of finished chunks to the embedded tokens; see `models.decoder.chunk_planner`.
-      keeps_states: for `tasks.chunked`: whether parts with a state, such as `s5.S5`, continue from the states at the
-        end of the previous step's rows, without their gradient (truncated backpropagation). Rows whose first position
-        is 0 start anew. Attention sees only the positions of one step.
+      feed_forward: a part, or None for layers without one; a tuple is repeated over the layers.
+      first_feed_forward: the feed-forwards of the first layers, one per layer, instead of `feed_forward`.
+      first_mixer: the mixers of these first layers, one per layer; (): those of `mixer`.
+      layer_inputs: gives each layer a small input for each token; None: no inputs.
+      planner: adds plans of finished chunks to the embedded tokens (`models.decoder.chunk_planner`); None: no plans.
+      keeps_states: whether parts with a state, such as `s5.S5`, continue from the end of the previous step's rows,
+        without their gradient (truncated backpropagation); for `tasks.chunked`.
       lora: low-rank adapters, the only parameters that are then trained (`models.lora.adapted`); None: no adapters.
-      loss_chunk: number of positions of each row whose logits a chip computes at a time for the loss; 0: all; None: as
-        many as have about `chunk_bytes` of logits, or all if they have less.
-      attention_tiles: tiles of the splash kernel; None: the defaults. Block-sparse attention does not use them, and
-        ring attention ignores their `fused_backward`.
-      vocab_multiple: the multiple to which the stored vocabulary is rounded up. It is part of the model, so parameters
-        do not depend on the mesh or the strategy.
-
-    Raises:
-      UserError: fields have wrong values, or do not fit together.
+      loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: as many as
+        have about `chunk_bytes` of logits.
+      attention_tiles: tiles of the splash kernel; None: the defaults.
+      vocab_multiple: the multiple to which the stored vocabulary is rounded up.
     """
 
     vocab_size: int = 32000
@@ -267,7 +252,6 @@ class DecoderConfig(Decoder):
             )
 
     def _check_shared_keys(self) -> None:
-        """Raises UserError unless all keys that layers share are computed in first layers, and only there."""
         firsts, others = (
             {part for kind in kinds for part in kind.mixers} for kinds in (self.first_kinds, self.repeated_kinds)
         )
@@ -311,17 +295,15 @@ class DecoderConfig(Decoder):
 
     @property
     def head_width(self) -> int:
-        """K: the size of a head."""
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def stored_vocab_size(self) -> int:
-        """V: the vocabulary rounded up to `vocab_multiple`."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     @property
     def chunk_bytes(self) -> int:
-        """About the largest number of bytes of logits that a chip computes at a time if `loss_chunk` is None."""
+        """About the most bytes of logits that a chip computes at a time if `loss_chunk` is None."""
         return chunked_loss.CHUNK_BYTES
 
     @property
@@ -330,69 +312,63 @@ class DecoderConfig(Decoder):
 
     @property
     def _repeated(self) -> list[tuple[tuple[Part, ...], Part | None]]:
-        """The mixers and the feed-forward (None: none) of each layer of the pattern that layers repeat."""
         mixers, others = self._mixers, _tuple(self.feed_forward)
         return [(mixers[i % len(mixers)], others[i % len(others)]) for i in range(math.lcm(len(mixers), len(others)))]
 
     @property
     def group(self) -> int:
-        """The period, in layers, with which the structure of parameters repeats after the first layers."""
+        """The number of layers after which the structure of parameters repeats, not counting the first layers."""
         return _period_of_parameters(self._repeated)
 
     @property
     def first_group(self) -> int:
-        """The period, in layers, of the structure of parameters in the first layers; 1 if there are none."""
+        """The number of first layers after which the structure of their parameters repeats; 1 if there are none."""
         return _period_of_parameters(self._firsts) if self._firsts else 1
 
     @property
     def num_first_layers(self) -> int:
-        """The number of layers of `first_feed_forward`."""
         return len(self.first_feed_forward)
 
     @property
     def _firsts(self) -> list[tuple[tuple[Part, ...], Part | None]]:
-        """The mixers and the feed-forward (None: none) of the first layers."""
         mixers = _each_alone(self.first_mixer) or self._mixers
         return [(mixers[i % len(mixers)], part) for i, part in enumerate(self.first_feed_forward)]
 
     @property
     def first_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the layers of `first_feed_forward`."""
+        """The kinds of the first layers, one per layer."""
         modules = _modules(self.first_group)
         return tuple(LayerKind(*one, modules[i % len(modules)], True) for i, one in enumerate(self._firsts))
 
     @property
     def repeated_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the layers after the first ones: the pattern that they repeat."""
+        """The pattern of kinds that the layers after the first ones repeat."""
         both, modules, start = self._repeated, _modules(self.group), len(self.first_feed_forward)
         count = period(both)
         return tuple(LayerKind(*both[(start + i) % count], modules[i % len(modules)]) for i in range(count))
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of the first layers, then those that repeat after them."""
         return (*self.first_kinds, *self.repeated_kinds)
 
     @property
     def key_sources(self) -> tuple[Attention, ...]:
-        """The attention of first layers whose keys and values later layers use instead of their own."""
         return tuple(dict.fromkeys(part.source for mixers, _ in self._repeated for part in mixers if _shares(part)))
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
-        """The different rotary embeddings of the mixers; those with the decoder's base and scaling come first."""
         layers = [*self._firsts, *self._repeated] if self.first_mixer else self._repeated
         found = [part.rotation(self) for mixers, _ in layers for part in mixers]
         others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
         return tuple(sorted(others, key=lambda one: others[one]))
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """Returns the kind of a layer by its number."""
+        """Returns the kind of a layer by its number, from 0."""
         first, kinds = self.first_kinds, self.repeated_kinds
         return first[layer] if layer < len(first) else kinds[(layer - len(first)) % len(kinds)]
 
     def attention_on_gpus(self, length: int) -> str:
-        """Returns how attention over `length` positions is computed on GPUs; see `core.types.ChoosesKernels`."""
+        """Returns in words how attention over `length` positions is computed on GPUs."""
         mixers = dict.fromkeys(part for kind in self.layer_kinds for part in kind.mixers)
         found = {part.name: how for part in mixers if (how := part.on_gpus(self, length)) is not None}
         if len(found) < 2:
@@ -400,7 +376,7 @@ class DecoderConfig(Decoder):
         return "; ".join(f"{name}: {how}" for name, how in found.items())
 
     def shrink(self, multiples: Mapping[str, int]) -> Self:
-        """Returns a small decoder of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small decoder of this kind; most sizes are multiples of `multiples`, by logical axis."""
         kv_heads, is_equal = multiples["kv_heads"], self.num_heads == self.num_kv_heads
         heads = math.lcm(multiples["heads"], kv_heads * (1 if is_equal else 2))
         groups = math.lcm(2 if self.group == 1 else 1, multiples["layers"])
@@ -428,7 +404,7 @@ class DecoderConfig(Decoder):
 
 
 def slots(kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:
-    """Returns the slots of a layer (mixer, feed-forward): name, prefix of the names of its norms, and parts by name."""
+    """Returns the slots of a layer (mixers, feed-forward): name, prefix of the names of its norms, parts by name."""
     mixers = {part.name: part for part in kind.mixers}
     norm = next((part.norm for part in kind.mixers if part.norm is not None), "mixer")
     if (last := kind.feed_forward) is None:
@@ -443,7 +419,6 @@ def parts_of(kind: LayerKind) -> dict[str, Part]:
 
 
 def _check_class(kind: type[Part]) -> None:
-    """Raises UserError unless a class of parts is a frozen dataclass with a name."""
     if not (dataclasses.is_dataclass(kind) and kind.__hash__ is not None):
         raise UserError(f"{kind.__qualname__}: a part is a frozen dataclass: add @dataclasses.dataclass(frozen=True)")
     if kind.name == "":
@@ -451,22 +426,16 @@ def _check_class(kind: type[Part]) -> None:
 
 
 def period(values: list[Any]) -> int:
-    """Returns the length of the shortest pattern whose whole repetitions give these values; there is at least one."""
+    """Returns the length of the shortest pattern whose whole repetitions give `values`, which is not empty."""
     count = len(values)
     return next(p for p in range(1, count + 1) if count % p == 0 and values == values[:p] * (count // p))
 
 
 def _period_of_parameters(layers: list[tuple[tuple[Part, ...], Part | None]]) -> int:
-    """Returns the number of layers after which parameters have the same structure again.
-
-    Args:
-      layers: the mixers and the feed-forward of each layer.
-    """
     return period([tuple(part and part.with_same_parameters() for part in (*mixers, last)) for mixers, last in layers])
 
 
 def _each_alone(mixers: tuple[Part | Sum, ...]) -> tuple[tuple[Part, ...], ...]:
-    """Returns the parts of each mixer."""
     return tuple(one.parts if isinstance(one, Sum) else (one,) for one in mixers)
 
 
@@ -475,7 +444,6 @@ def _shares(part: Part) -> TypeGuard[Attention]:
 
 
 def _modules(group: int) -> list[str]:
-    """Returns the names of the modules of a group of layers."""
     return ["block"] if group == 1 else [f"block_{i}" for i in range(group)]
 
 
@@ -484,7 +452,6 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _each(value: Any, change: Callable[[Part], Part]) -> Any:
-    """Returns a value of `mixer` or `feed_forward` in which `change` is applied to every part."""
     if isinstance(value, tuple):
         return tuple(_each(one, change) for one in value)
     if isinstance(value, Sum):

@@ -2,13 +2,9 @@
 
     s = softmax(x R) or sigmoid(x R);   y = sum over the k largest s_e of  g_e Expert_e(x);   g = s, or s / sum of the k
 
-Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss). Routing is computed in
-float32. Of experts with equal scores, the one with the lower number is chosen, in every layout. Padding is sent to no
-expert.
-
-As in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2), a correction may be added to s when the k largest are chosen; it
-does not change g. With groups of experts, only experts of the best groups can be chosen; the score of a group is the
-sum of its two best experts' scores.
+Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss). As in DeepSeek-V3
+(DeepSeek-AI 2024, section 2.1.2), a correction may be added to s when experts are chosen, and the choice may be limited
+to the groups of experts with the largest sums of their two best scores.
 
 Two forms compute the same function as long as nothing is dropped:
 
@@ -16,11 +12,8 @@ Two forms compute the same function as long as nothing is dropped:
     capacity   every expert takes the first C = capacity T k / E choices of a row; further choices add nothing
 
 Both run on the tokens of a chip inside a `shard_map`, because XLA's partitioner would sort the tokens of all chips
-together. Tokens are exchanged over a mesh axis that shards experts and also rows. With capacity, this is an all-to-all
-with buffers of static shape. Dropless, tokens are gathered and outputs reduce-scattered, because an all-to-all would
-need buffers for the case that all tokens choose experts of one chip. The capacity applies per row, not per batch. So
-what is dropped depends neither on the layout nor on other rows; at a position, it depends only on earlier positions and
-on the row's length with padding. Only the training loss drops choices.
+together. Over a mesh axis that shards experts and also rows, tokens are exchanged: with capacity by an all-to-all,
+dropless by gathering tokens and reduce-scattering outputs.
 
 B rows, T positions, D embed, F width of an expert, E experts, k choices of a token, S slots of the experts, C slots of
 one expert for a row, n tokens of a chip, G groups of tokens.
@@ -45,7 +38,7 @@ Activation = str | derivatives.ClampedGate
 
 
 class Choices(Protocol):
-    """How tokens choose experts: the fields of `models.decoder.experts.Experts` that routing reads."""
+    """How tokens choose experts: fields of `models.decoder.experts.Experts`."""
 
     num_experts: int
     top_k: int
@@ -59,7 +52,7 @@ class Choices(Protocol):
     z_loss: float
 
     def slots(self, length: int) -> int:
-        """Returns C, the largest number of choices of a row of `length` positions that an expert takes."""
+        """Returns C, the most choices of a row of `length` positions that an expert takes."""
 
 
 class Weights(NamedTuple):
@@ -67,12 +60,12 @@ class Weights(NamedTuple):
 
     Attributes:
       router: [D, E] float32.
-      gate, up: [E, D, F]; `gate` is None if the decoder is not gated.
+      gate, up: [E, D, F]; `gate` None: the decoder is not gated.
       down: [E, F, D].
-      biases: the biases of these matrices, in this order: [E] float32, [E, F], [E, F], [E, D]; None: there are none.
-      correction: [E] float32, added to the scores when experts are chosen; None: there is none.
-      input_scale: [D] float32, multiplies what experts read, but not what the router reads; None: there is none.
-      output_scales: [E] float32, multiplies the factors of each expert; None: there are none.
+      biases: theirs in this order, [E] float32, [E, F], [E, F], [E, D]; None: none.
+      correction: [E] float32, added to the scores when experts are chosen; None: none.
+      input_scale: [D] float32, multiplies what experts read; None: none.
+      output_scales: [E] float32, multiplies the factors g; None: none.
     """
 
     router: jax.Array
@@ -86,7 +79,7 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Statistics of routing: sums over the tokens of each row, without padding, in float32.
+    """Statistics of routing: float32 sums over the tokens of each row, without padding.
 
     Attributes:
       tokens: number of tokens, [B].
@@ -94,7 +87,7 @@ class Routing(NamedTuple):
       scores: each expert's share of a token's scores, [B, E].
       entropy: entropy of these shares, in nats, [B].
       z: squared logsumexp of the logits, [B].
-      dropped: number of choices that found no slot, [B].
+      dropped: number of choices without a slot, [B].
     """
 
     tokens: jax.Array
@@ -105,14 +98,9 @@ class Routing(NamedTuple):
     dropped: jax.Array
 
     def summed(self, weights: jax.Array) -> dict[str, jax.Array]:
-        """Returns sums over rows, as `core.stack.layer_stack` adds them; losses are weighted by supervised tokens.
+        """Returns sums over rows; losses are weighted by `weights` [B, T].
 
-        The balancing loss of a row is E sum_e f_e p_e, where f_e is the number of choices of expert e per token, and
-        p_e its mean share. It is k if all experts have equal loads, and at most E. The coefficient has the same unit as
-        `router_aux_loss_coef` of published models.
-
-        Args:
-          weights: [B, T], the weights of supervised tokens.
+        The balancing loss of a row is E sum_e f_e p_e, with f_e choices of expert e per token, and p_e its mean share.
         """
         tokens, supervised = jnp.maximum(self.tokens, 1.0), jnp.sum(weights, axis=1)
         products = jnp.sum(self.choices * self.scores, axis=-1)
@@ -127,7 +115,7 @@ class Routing(NamedTuple):
 
 
 def empty_sums(settings: Choices) -> dict[str, jax.Array]:
-    """Returns zeros for the entries of `Routing.summed`, for a layer without experts."""
+    """Returns zeros for the entries of `Routing.summed`."""
     one = {name: jnp.zeros(()) for name in ("balance", "z", "tokens", "entropy", "dropped")}
     return {**one, "choices": jnp.zeros(settings.num_experts)}
 
@@ -138,11 +126,9 @@ def with_routing(
     """Adds the losses and metrics of routing, as means over layers, to the sums of a decoder.
 
     Args:
-      settings: the experts.
       found: the sums with the cross-entropy.
-      sums: the results of `Routing.summed`, added over layers.
-      num_layers: number of layers with experts.
-      is_training: whether losses are added, and dropped choices and each expert's load become metrics.
+      sums: results of `Routing.summed`, added over layers.
+      is_training: whether to add losses, and metrics of drops and loads.
     """
     weight_sum = found.weight_sum
     per_expert = sums["tokens"] * settings.top_k / settings.num_experts
@@ -165,17 +151,7 @@ def with_routing(
 
 
 class _Layout(NamedTuple):
-    """The mesh axes that shard each kind of dimension in a call; () on one device.
-
-    Attributes:
-      rows: axes of rows, as an entry of a `PartitionSpec`.
-      residual: axes of the positions of inputs and outputs.
-      gathered: the axes of `residual` over which positions are gathered before routing.
-      positions: axes of positions inside the layer.
-      experts: axes of experts.
-      exchanged: the axes of `experts` that also shard rows or positions, so that chips exchange tokens over them.
-      hidden: axes of an expert's hidden units.
-    """
+    """Mesh axes of kinds of dimensions; positions are gathered over `gathered`, tokens exchanged over `exchanged`."""
 
     rows: Any = None
     residual: tuple[str, ...] = ()
@@ -192,7 +168,6 @@ class _Layout(NamedTuple):
 
 
 def _layout() -> _Layout:
-    """Returns the layout of the strategy being traced, over mesh axes that are not manual."""
     spec = logical.activation_spec("expert", None, "mlp")
     if spec is None:
         return _Layout()
@@ -211,12 +186,7 @@ def _layout() -> _Layout:
 
 
 def check_capacity(settings: Choices) -> None:
-    """Checks that the capacity can be applied with the strategy being traced.
-
-    Raises:
-      UserError: it cannot, because positions are sharded, or because only some of the axes that shard experts also
-        shard rows.
-    """
+    """Raises UserError if the capacity cannot be applied with the strategy being traced."""
     at, limited = _layout(), settings.capacity_factor is not None
     if limited and at.positions:
         raise UserError(
@@ -235,18 +205,13 @@ def check_capacity(settings: Choices) -> None:
 def mixture(
     settings: Choices, x: jax.Array, weights: Weights, real: jax.Array, *, activation: Activation, drops: bool
 ) -> tuple[jax.Array, Routing]:
-    """Sends each token through its experts.
+    """Sends each token through its experts, except a shared one; returns [B, T, D], and statistics of routing.
 
     Args:
-      settings: the experts.
       x: [B, T, D].
-      weights: weights of the layer.
-      real: whether each position is a token, not padding, [B, T].
-      activation: see `models.derivatives.gated`.
+      real: [B, T], whether each position is a token, not padding.
+      activation: as in `models.derivatives.gated`.
       drops: whether the capacity applies.
-
-    Returns:
-      The output [B, T, D], without that of a shared expert, and the statistics of routing.
     """
     at, limited = _layout(), drops and settings.capacity_factor is not None
     local = functools.partial(_local, settings=settings, activation=activation, limited=limited, at=at)
@@ -284,7 +249,6 @@ def _local(
     limited: bool,
     at: _Layout,
 ) -> tuple[jax.Array, Routing]:
-    """Runs `mixture` on the arrays of one chip; `limited`: whether the capacity applies."""
     if at.gathered:
         x = jax.lax.all_gather(x, at.gathered, axis=1, tiled=True)
     chosen, gates, routing = _routed(settings, x, weights, real)
@@ -342,12 +306,10 @@ def _routed(settings: Choices, x: jax.Array, weights: Weights, real: jax.Array) 
 
 
 def _largest(values: jax.Array, count: int) -> jax.Array:
-    """Returns the indices of the `count` largest values in the last dimension, of equal values the first."""
     return jax.lax.top_k(values, count)[1]
 
 
 def _chosen(settings: Choices, scores: jax.Array, correction: jax.Array | None) -> jax.Array:
-    """Returns the experts of each token, [B, T, k], chosen by corrected scores [B, T, E] and groups."""
     scores = scores if correction is None else scores + jax.lax.stop_gradient(correction)
     if settings.num_groups > 1:
         groups = scores.reshape(*scores.shape[:-1], settings.num_groups, -1)
@@ -358,24 +320,14 @@ def _chosen(settings: Choices, scores: jax.Array, correction: jax.Array | None) 
 
 
 class _Slots(NamedTuple):
-    """A one-to-one map between choices of tokens and slots of experts.
-
-    Attributes:
-      of: the slot of each choice, S if it has none, [G, n, k].
-      choice: the choice in each slot, numbered by token and then rank, from 0 to n k - 1; n k if it is empty, [G, S].
-    """
+    """The slot of each choice, [G, n, k] (S: none), and the choice in each slot, [G, S] (n k: empty)."""
 
     of: jax.Array
     choice: jax.Array
 
 
 def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sorts the choices [G, n, k] of each group by expert, those of one expert in the order of tokens.
-
-    Returns:
-      The numbers of the choices in sorted order [G, n k]; the place of each choice in it [G, n, k]; and for each of the
-        `number` experts how many choices it has, and the place of the first one, each [G, number].
-    """
+    """Sorts choices [G, n, k] by expert; returns order [G, n k], places [G, n, k], sizes and starts [G, number]."""
     flat = chosen.reshape(chosen.shape[0], -1)
     order = jnp.argsort(flat, axis=-1, stable=True).astype(jnp.int32)
     places = jnp.argsort(order, axis=-1).astype(jnp.int32).reshape(chosen.shape)
@@ -386,17 +338,7 @@ def _sorted(chosen: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.A
 def _dropless(
     x: jax.Array, chosen: jax.Array, gates: jax.Array, weights: Weights, activation: Activation, at: _Layout
 ) -> jax.Array:
-    """Returns the outputs of experts [B, T, D] where no choice is dropped.
-
-    If experts or hidden units are sharded, returns this chip's summand of the outputs, to be summed over `at.summed`.
-
-    Args:
-      x: [B, T, D].
-      chosen, gates: [B, T, k], the experts of each token, `num_experts` for none, and their weights.
-      weights: of the experts of this chip.
-      activation: of the hidden units.
-      at: the sharding of rows, experts and hidden units.
-    """
+    """Returns this chip's summand of the outputs [B, T, D], over `at.summed`; `chosen` and `gates` are [B, T, k]."""
     shape, k = x.shape, chosen.shape[-1]
     tokens = x.reshape(-1, shape[-1]), chosen.reshape(-1, k), gates.reshape(-1, k)
     if at.exchanged:
@@ -438,11 +380,7 @@ def _with_capacity(
     activation: Activation,
     at: _Layout,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs of experts [B, T, D] with a capacity, and the number of dropped choices [B].
-
-    If experts or hidden units are sharded, the outputs are this chip's summand, to be summed over `at.summed`.
-    Arguments are as in `_dropless`, with the settings of the experts.
-    """
+    """Returns outputs as `_dropless` does, and the number of dropped choices [B]."""
     (b, t, d), (own, *_) = x.shape, weights.up.shape
     slots, fits = _capacity_slots(chosen, settings.num_experts, settings.slots(t), own, at)
     dropped = jnp.sum((chosen < settings.num_experts) & ~fits, axis=(1, 2)).astype(jnp.float32)
@@ -462,12 +400,7 @@ def _with_capacity(
 
 
 def _capacity_slots(chosen: jax.Array, e: int, c: int, own: int, at: _Layout) -> tuple[_Slots, jax.Array]:
-    """Returns the slots of the choices [B, T, k] as one group, and whether each choice has one.
-
-    Slots are numbered [E, B, C]: the slots of an expert are contiguous over all rows, as an exchange sends them. If the
-    experts are on chips that all have these rows, only slots of the `own` experts of this chip count. `e` is the number
-    of experts, and `c` is C, the slots of an expert for a row.
-    """
+    """Returns the slots of choices [B, T, k], numbered [E, B, C], and which fit; `own`: experts on this chip."""
     b, choices = chosen.shape[0], chosen.size
     order, places, sizes, starts = _sorted(chosen, e)
     is_chosen = chosen[..., None] == jnp.arange(e)
@@ -499,16 +432,13 @@ def _feed_forward(rows: jax.Array, weights: Weights, activation: Activation, pro
 
 
 def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:
-    """Returns [G, n, D]: for each token, the outputs [G, S, D] of its choices times their factors [G, n, k], summed."""
+    """Returns [G, n, D]: outputs of slots [G, S, D] times factors [G, n, k], summed for each token."""
     return _weighted(_put(y, slots), gates)
 
 
 @jax.custom_vjp
 def _weighted(parts: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k], computed in float32, in the parts' dtype.
-
-    Its gradient saves the parts in their own dtype; JAX's derivative rules would save them in float32.
-    """
+    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k]; its gradient saves parts in their dtype."""
     return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
 
 
@@ -521,17 +451,13 @@ _weighted.defvjp(lambda parts, gates: (_weighted(parts, gates), (parts, gates)),
 
 
 def _in_slots(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the rows `at` [G, S] of x [G, n, D]; the index n of an empty slot gives zeros.
-
-    Padding x with a row of zeros moves at most as many bytes as a second pass over the slots, and fewer for tokens with
-    several choices.
-    """
+    """Returns the rows `at` [G, S] of x [G, n, D]; the index n of an empty slot gives zeros."""
     return jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), at[..., None], axis=1, mode="promise_in_bounds")
 
 
 @jax.custom_vjp
 def _taken(x: jax.Array, slots: _Slots) -> jax.Array:
-    """Gathers the tokens x [G, n, D] into the slots, [G, S, D]. Its gradient is also a gather."""
+    """Gathers the tokens x [G, n, D] into the slots, [G, S, D]."""
     return _in_slots(x, slots.choice // slots.of.shape[-1])
 
 
@@ -544,7 +470,7 @@ _taken.defvjp(lambda x, slots: (_taken(x, slots), slots), _taken_back)
 
 @jax.custom_vjp
 def _put(y: jax.Array, slots: _Slots) -> jax.Array:
-    """Gathers for each choice the output of its slot, [G, S, D] -> [G, n, k, D]; 0 for choices without a slot."""
+    """Gathers for each choice the output of its slot, [G, S, D] -> [G, n, k, D]; 0 without a slot."""
     g, n, k = slots.of.shape
     at = slots.of.reshape(g, n * k, 1)
     return jnp.take_along_axis(y, at, axis=1, mode="fill", fill_value=0).reshape(g, n, k, y.shape[-1])

@@ -1,7 +1,4 @@
-"""A mixture of experts as a feed-forward layer: settings, parameters and losses; `expert_routing` computes it.
-
-Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss).
-"""
+"""A mixture of experts as a feed-forward layer; `expert_routing` computes it."""
 
 from __future__ import annotations
 
@@ -28,39 +25,29 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts(Part, expert_routing.Choices):
-    """A mixture of experts, used instead of a feed-forward layer.
+    """A mixture of experts, used as a feed-forward layer.
 
     Attributes:
       num_experts: E, number of experts per layer.
-      top_k: k, number of experts that a token passes through; at most E.
+      top_k: k, number of experts that a token passes through.
       mlp_dim: F, width of an expert; None: the decoder's `mlp_dim`.
       scores: how logits become scores: "softmax" over all experts, or "sigmoid" of each.
       normalized: whether the scores of the chosen experts are divided by their sum.
-      scale: factor above 0 that multiplies these scores.
-      has_correction: whether a vector is added to the scores when experts are chosen. It is frozen: it starts at 0 or
-        at its published values, has no gradient, and is not adjusted to the experts' load.
-      num_groups: number of equal groups of at least 2 successive experts; 1: no grouping.
-      top_groups: number of groups per token, from which its experts are chosen; at most `num_groups`, and enough for k
-        experts.
+      scale: factor above 0 of these scores.
+      has_correction: whether a frozen vector, initially 0, is added to the scores when experts are chosen.
+      num_groups: number of equal groups of successive experts; 1: no grouping.
+      top_groups: number of groups per token, from which its experts are chosen.
       has_biases: whether the router and the experts' matrices have biases.
-      clamped_gate: how the gate and the other projection are bounded and multiplied; None: the decoder's activation of
-        the gate, times the other projection.
+      clamped_gate: the gate of hidden units; None: the decoder's activation, times the other projection.
       shared_mlp_dim: width of a shared expert, which every token also passes through; None: there is none.
-      shared_gate: whether the shared expert's output is multiplied by the sigmoid of a learned score of the token; this
-        and `separate_norms` need a shared expert.
-      separate_norms: whether experts and router read the residual stream through norms of their own, and the outputs
-        of the experts and of the shared expert are normalized before they are added. The norm of the router is followed
-        by a learned scale, divided by sqrt(embed_dim).
-      output_scales: whether the factors of each expert are multiplied by a learned number, after `normalized`.
+      shared_gate: whether the shared expert's output is multiplied by the sigmoid of a learned score.
+      separate_norms: whether router, experts and shared expert read the stream through separate norms, and the outputs
+        of experts and shared expert are normalized.
+      output_scales: whether a learned number multiplies the factors of each expert.
       capacity_factor: in the training loss, every expert takes at most capacity_factor x T x top_k / num_experts
-        choices of a row, rounded up, where T includes padding; a number above 0; None: no limit. Evaluation, `logits`
-        and generation drop nothing.
-      load_balance_coef: coefficient of the balancing loss; 0: no such loss.
-      z_loss: coefficient of the squared logsumexp of the router's logits; 0: no such loss.
-
-    Raises:
-      UserError: a number is out of range, the experts do not divide into the groups, `scores` is unknown, or a setting
-        of a shared expert is given without one.
+        choices of a row, rounded up, where T includes padding; None: no limit.
+      load_balance_coef: coefficient of the balancing loss.
+      z_loss: coefficient of the squared logsumexp of the router's logits.
     """
 
     num_experts: int
@@ -132,7 +119,6 @@ class Experts(Part, expert_routing.Choices):
             )
 
     def slots(self, length: int) -> int:
-        """Returns C, the most choices of a row of `length` positions that an expert takes; needs `capacity_factor`."""
         assert self.capacity_factor is not None
         return min(length, math.ceil(self.capacity_factor * length * self.top_k / self.num_experts))
 
@@ -196,7 +182,6 @@ class Experts(Part, expert_routing.Choices):
         return Result(y, (), () if call.weights is None else routing.summed(call.weights))
 
     def _biases(self, c: Decoder) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-        """Makes the biases of the router (float32) and of gate (None if there is none), up and down, in this order."""
         e, d, f = self.num_experts, c.embed_dim, self.width(c)
 
         def bias(name: str, width: int, axis: str) -> jax.Array:
@@ -207,7 +192,6 @@ class Experts(Part, expert_routing.Choices):
         return router, bias("gate", f, "mlp") if c.gated else None, bias("up", f, "mlp"), bias("down", d, "norm")
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token, which counts only the experts that a token passes through."""
         width = self.top_k * self.width(decoder) + (self.shared_mlp_dim or 0)
         return Work(decoder.embed_dim * (products_per_input(decoder, width) + self.num_experts + self.shared_gate))
 
@@ -236,7 +220,6 @@ class Experts(Part, expert_routing.Choices):
 
 
 def _gated(shared: jax.Array, x: jax.Array) -> jax.Array:
-    """Multiplies the shared expert's output by the sigmoid of each token's score, from x [B, T, D]."""
     width = x.shape[-1]
     init = hk.initializers.TruncatedNormal(width**-0.5)
     weight = logical.param("shared_score", (width, 1), ("embed", None), init, kind="router", compute_dtype=x.dtype)
@@ -248,7 +231,7 @@ def _is_number(value: Any) -> bool:
 
 
 def experts_of(decoder: Decoder) -> Experts | None:
-    """Returns the experts of the first layer kind of a decoder that has some; None if none has."""
+    """Returns the experts of the first kind of layer that has some; None if none has."""
     parts = (kind.feed_forward for kind in decoder.layer_kinds)
     return next((part for part in parts if isinstance(part, Experts)), None)
 
@@ -256,14 +239,11 @@ def experts_of(decoder: Decoder) -> Experts | None:
 def trained(
     *, model: Model, capacity_factor: float | None = None, load_balance_coef: float = 0.0, z_loss: float = 0.0
 ) -> Model:
-    """Returns a copy of a decoder with experts, with these settings for training them.
+    """Returns a copy of a decoder with experts, with settings for training them.
 
     Args:
-      model: the decoder, or a model that wraps one. The `config.json` of a published model does not set these.
+      model: the decoder, or a model that wraps one.
       capacity_factor, load_balance_coef, z_loss: see `Experts`.
-
-    Raises:
-      UserError: the model has no experts, or a setting is out of range.
     """
     owner = wrappers.field_owner(model, "feed_forward")
     parts = (

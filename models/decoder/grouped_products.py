@@ -1,4 +1,4 @@
-"""Multiplies consecutive groups of rows, each with its own matrix, by XLA, by a TPU kernel or by a loop on CPUs.
+"""Products of consecutive groups of rows, each with its own matrix.
 
 S rows, E groups, D and F the dimensions of a matrix.
 """
@@ -18,32 +18,24 @@ _WIDTH_BYTES = 2048  # the largest other dimensions of a tile; wider tiles excee
 
 
 def grouped_product(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiplies consecutive groups of rows, each with its own matrix.
+    """Multiplies consecutive groups of rows, each with its own matrix; [S, F].
 
-    On TPUs it uses the kernel `megablox` that comes with JAX. XLA would compile the gradient of the matrices to one
-    masked product over all rows per matrix, which is E times as much work. On CPUs XLA also compiles the product itself
-    in this way; `by_blocks` replaces it where no gradient is computed, as in generation.
+    On TPUs it uses JAX's kernel `megablox`. It has no forward-mode derivative (`jax.jvp`).
 
     Args:
       x: [S, D].
       matrices: [E, D, F].
-      sizes: number of rows of each group, [E] int32. Rows after them belong to no group.
-
-    Returns:
-      [S, F]; rows that belong to no group have undefined values. It has no forward-mode derivative (`jax.jvp`).
+      sizes: [E] int32, rows of each group; results of rows after them are undefined.
     """
     return by_platform(x, matrices, sizes, tpu=by_kernel, cpu=by_blocks, default=jax.lax.ragged_dot)
 
 
 @jax.custom_vjp
 def by_blocks(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Computes `grouped_product` in a loop over blocks of rows, each of one group; reads no matrix of an empty group.
+    """Computes `grouped_product` in a loop over blocks of rows.
 
-    A block has about as many rows as a group on average. Its rows after the end of its group are computed with the
-    wrong matrix; the next block replaces them. Where a gradient is computed, `jax.lax.ragged_dot` is used instead.
-
-    Args:
-      x, matrices, sizes: as in `grouped_product`.
+    A block may extend into the next group; later blocks overwrite these rows. Where a gradient is computed,
+    `jax.lax.ragged_dot` is used instead.
     """
     if not len(x):
         return jnp.zeros((0, matrices.shape[-1]), x.dtype)
@@ -79,8 +71,7 @@ def by_kernel(x: jax.Array, matrices: jax.Array, sizes: jax.Array, *, interpret:
     """Computes `grouped_product` with the kernel, after padding rows to a multiple of 128.
 
     Args:
-      x, matrices, sizes: as in `grouped_product`.
-      interpret: whether to run the kernel in Pallas's interpreter, which needs no TPU.
+      interpret: whether to use Pallas's interpreter.
     """
     padded = jnp.pad(x, ((0, -x.shape[0] % _TILES[-1]), (0, 0)))
     return _by_kernel(padded, matrices, sizes, interpret)[: x.shape[0]]

@@ -1,10 +1,9 @@
-"""Inputs of layers: each layer gets a small vector of its own for each token, which changes what it adds to the stream.
+"""Inputs of layers: a small vector for each layer and token, which changes what the layer adds to the stream.
 
     e[l] = (sqrt(P) E[l, inputs] + norm(x W[l] / sqrt(D))) / sqrt(2)       of all layers, from the embedded tokens x
     x += norm((act(x G) * e[l]) O)                                         at the end of layer l
 
-The vector combines a row of a table with a projection of the embedded token. So a small stream reads a large table, of
-which a token needs one row (Gemma 3n, Gemma 4; Gemma team 2025 and 2026).
+Gemma 3n, Gemma 4 (Gemma team 2025 and 2026).
 
 B batch, T length, D embed, L layers, P width, V vocab as stored.
 """
@@ -30,9 +29,6 @@ class LayerInputs:
 
     Attributes:
       width: P, the size of the input of a layer, at least 1.
-
-    Raises:
-      UserError: the width is below 1.
     """
 
     width: int
@@ -41,12 +37,9 @@ class LayerInputs:
         check_integer(self.width, where="LayerInputs.width", least=1)
 
     def of_tokens(self, decoder: Decoder, ids: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the inputs of all layers, [L, B, T, P]; call it outside of layers.
+        """Returns the inputs of all layers, [L, B, T, P], from ids [B, T] and embedded tokens x [B, T, D].
 
-        Args:
-          decoder: the decoder.
-          ids: [B, T], int32.
-          x: the embedded tokens, [B, T, D].
+        Call it outside of layers.
         """
         c, width = decoder, self.width
         total = c.num_layers * width
@@ -72,12 +65,9 @@ class LayerInputs:
         return logical.constrain(jnp.moveaxis(found, 2, 0), None, *_ROWS, None)
 
     def added(self, decoder: Decoder, x: jax.Array, given: jax.Array) -> jax.Array:
-        """Returns what a layer adds to the stream, [B, T, D]; call it in the Haiku module of the layer.
+        """Returns what a layer adds to the stream x [B, T, D], from its input `given` [B, T, P].
 
-        Args:
-          decoder: the decoder.
-          x: the residual stream [B, T, D].
-          given: the input of the layer, [B, T, P].
+        Call it in the Haiku module of the layer.
         """
         c, d, p = decoder, decoder.embed_dim, self.width
         init = hk.initializers.TruncatedNormal
@@ -89,5 +79,5 @@ class LayerInputs:
         return layers.normalized(c, "layer_input_norm", jnp.einsum("btp,pd->btd", opened, output))
 
     def work(self, decoder: Decoder) -> int:
-        """Returns the multiplications per token, of all layers: those of the projection, of gates and of outputs."""
+        """Returns the multiplications per token, of all layers."""
         return 3 * decoder.num_layers * decoder.embed_dim * self.width

@@ -58,7 +58,7 @@ class Matrices:
 
         Args:
           name, shape, axes, in_dims, stacked: as in `core.logical.param`.
-          fan_in: initial values are drawn from a truncated normal distribution with standard deviation fan_in ** -0.5.
+          fan_in: initial values have about the standard deviation fan_in ** -0.5.
         """
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
         how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
@@ -67,13 +67,11 @@ class Matrices:
         return logical.param(name, shape, axes, init, **how)
 
     def biased(self, name: str, x: jax.Array, axes: tuple[str, ...], *, among: tuple[str, ...]) -> jax.Array:
-        """Returns x plus the bias of a matrix; x itself if the decoder has no such bias.
+        """Returns x plus the bias of a matrix, if the decoder has one.
 
         Args:
-          name: name of the matrix.
-          x: [..., *axes].
-          axes: logical axes of the bias, which are the last axes of x.
-          among: the values of the decoder's `bias` with which the bias exists.
+          axes: logical axes of the bias, the last ones of x.
+          among: values of the decoder's `bias` with which it exists.
         """
         if self.decoder.bias not in among:
             return x
@@ -83,16 +81,11 @@ class Matrices:
     def product(
         self, name: str, subscripts: str, x: jax.Array, weight: jax.Array, side: Side, axes: _Axes | None = None
     ) -> jax.Array:
-        """Multiplies activations and a matrix, and adds the output of the matrix's adapter if the decoder has one.
+        """Multiplies activations and a matrix, and adds the output of its adapter if there is one.
 
         Args:
-          name: name of the matrix.
-          subscripts: the subscripts of an einsum of x and the matrix.
-          x: activations [B, T, ...].
-          weight: the matrix, in the compute dtype.
-          side: arrays that belong to rows.
-          axes: logical axes of the inputs and outputs of the matrix; None: those of a name in `_AXES`, such as "query",
-            also with the prefix "shared_".
+          subscripts: of an einsum of x and the matrix.
+          axes: logical axes of inputs and outputs; None: from `_AXES`, by name.
         """
         inward, outward = axes or _AXES[name.removeprefix("shared_")]
         if self.decoder.quantization == "none":
@@ -106,22 +99,16 @@ class Matrices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads(Part):
-    """Base class of attention with the decoder's heads: queries, keys, values and output; a subclass mixes the values.
+    """Base class of attention with the decoder's heads; a subclass mixes the values.
 
     Attributes:
-      qk_norm: whether the decoder's norm is applied to queries and keys before the rotation; True: to every head;
-        "all_heads": to all heads together.
-      scale: factor above 0 that multiplies scores; None: 1 / sqrt(head_dim).
-      softcap: scores x become softcap tanh(x / softcap), softcap above 0; None: they are not bounded.
-      output_gate: whether the query matrix has twice as many columns, and the sigmoid of the second half multiplies the
-        heads' outputs.
-      head_dim, num_kv_heads: size of a head, and number of key/value heads, a divisor of the decoder's `num_heads`;
-        None: the decoder's.
-      values_are_keys: whether values are the keys before their norm and rotation; there is then no value matrix.
-      value_norm: whether the values of every head are divided by their root mean square.
-
-    Raises:
-      UserError: a value is out of range.
+      qk_norm: whether queries and keys are normalized before the rotation; True: each head; "all_heads": all together.
+      scale: factor above 0 of scores; None: 1 / sqrt(head_dim).
+      softcap: scores x become softcap tanh(x / softcap); None: no bound.
+      output_gate: whether the sigmoid of a further projection, in the query matrix, multiplies the heads' outputs.
+      head_dim, num_kv_heads: size of a head, and number of key/value heads; None: the decoder's.
+      values_are_keys: whether values are the keys before their norm and rotation.
+      value_norm: whether the values of each head are divided by their root mean square.
     """
 
     qk_norm: bool | str = False
@@ -186,13 +173,7 @@ class Heads(Part):
         return rotary.Rotation(decoder.rope_theta, decoder.rope_scaling, length, own)
 
     def scores(self, decoder: Decoder, call: Call, *, window: int | None = None) -> Scores:
-        """Returns the scale, bound and window of scores; the scale is 1 if rotary tables already apply it.
-
-        Args:
-          decoder: the decoder.
-          call: the call of the part.
-          window: number of positions that a query attends to; None: all up to its own.
-        """
+        """Returns the scale, bound and window of scores; the scale is 1 if rotary tables apply it."""
         rotation = self.rotation(decoder) if call.side.turns else None
         tables_scale = rotation is not None and rotation.width in (None, self.width(decoder))
         return Scores(1.0 if tables_scale else self.score_scale(decoder), self.softcap, window)
@@ -233,13 +214,13 @@ class Heads(Part):
 
     @property
     def source(self) -> Self:
-        """The attention of the earlier layer whose keys and values it uses; the part itself if it has its own."""
+        """The attention whose keys and values it uses; itself if it has its own."""
         return self
 
     def _keys_and_values(
         self, of: Matrices, x: jax.Array, wk: jax.Array, wv: jax.Array | None, call: Call
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values [B, T, N, K]; without a matrix of values, these are the projected keys."""
+        """Returns keys and values [B, T, N, K]; without `wv`, values are the projected keys."""
         projected = of.product("key", "btd,dnk->btnk", x, wk, call.side)
         key = self._heads(of, "key", projected, call, "kv_heads")
         value = projected if wv is None else of.product("value", "btd,dnk->btnk", x, wv, call.side)
@@ -249,18 +230,11 @@ class Heads(Part):
         return key, logical.constrain(value, "batch", "length", "kv_heads", "head_dim")
 
     def _mixed(self, c: Decoder, q: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> Result:
-        """Returns the mixed values [B, T, H, K], the new KV cache or (), and the keys and values to share.
-
-        If the part shares keys and `call.before` is there, key and value are entries of a cache (`kv_cache.extended`).
-        """
+        """Returns the mixed values [B, T, H, K], the new KV cache or (), and the keys and values to share."""
         raise NotImplementedError
 
     def _heads(self, of: Matrices, name: str, x: jax.Array, call: Call, heads: str) -> jax.Array:
-        """Adds the bias of the matrix `name` to its heads x [B, T, `heads`, K], normalizes and rotates them.
-
-        They are constrained to the strategy's sharding before and after. The constraint after is for the gradient: if
-        keys are gathered over positions, their gradient is scattered before it is rotated.
-        """
+        """Adds the bias to heads x [B, T, `heads`, K] of the matrix `name`, normalizes and rotates them."""
         x = of.biased(name, x, (heads, "head_dim"), among=("qkv", "all"))
         if self.qk_norm:
             together = x.reshape(*x.shape[:2], -1) if self.qk_norm == "all_heads" else x
@@ -273,7 +247,7 @@ class Heads(Part):
         return logical.constrain(turned, "batch", "length", heads, "head_dim")
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token: the matrices, and T H K multiplications for causal scores and mixing together."""
+        """Returns the work per token; causal scores and mixing together take T H K multiplications."""
         c = decoder
         inner, projected = c.num_heads * self.width(c), 0 if self.shares_keys else 2 - self.values_are_keys
         kv = projected * self.kv_heads(c) * self.width(c)
@@ -300,7 +274,6 @@ class Heads(Part):
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
     def shrink(self, multiples: Mapping[str, int]) -> Self:
-        """Returns a small part; if its heads have a size of their own, it still differs from the decoder's."""
         heads = self.num_kv_heads and multiples["kv_heads"]
         return dataclasses.replace(
             self, num_kv_heads=heads, head_dim=self.head_dim and 2 * math.lcm(8, multiples["head_dim"])
@@ -309,21 +282,15 @@ class Heads(Part):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention(Heads):
-    """Causal attention within segments; layers with different fields make a pattern, such as Gemma's.
+    """Causal attention within segments.
 
     Attributes:
-      window: largest number of positions that a query attends to, at least 1, its own being the last; None: all up to
-        its own.
+      window: number of positions that a query attends to, its own being the last; None: all up to its own.
       rope_theta: base of the part's own rotary embedding, without scaling; None: the decoder's base and scaling.
-      rotary_fraction: fraction of a head's dimensions, from the first, that is rotated, from 0 (attention without
-        positions) to 1.
-      sinks: whether each head learns an additional score, which takes a share of the softmax without adding a value
-        (Xiao et al. 2023).
+      rotary_fraction: fraction of a head's dimensions, from the first, that is rotated, from 0 to 1.
+      sinks: whether heads learn a score that takes a share of the softmax without a value (Xiao et al. 2023).
       shares_keys: whether keys and values are those of the last layer of `Transformer.first_mixer` with the same
-        attention without `shares_keys`. There are then no matrices of keys and values, and no KV cache.
-
-    Raises:
-      UserError: a number is out of range.
+        attention.
     """
 
     window: int | None = None
@@ -404,12 +371,11 @@ class Attention(Heads):
     def empty_shared(
         self, decoder: Decoder, rows: int, length: int, before: KeysAndValues | None = None
     ) -> KeysAndValues:
-        """Returns placeholders, with any entries, for the keys and values that the part gives to later layers.
+        """Returns placeholders for the keys and values that the part gives to later layers.
 
         Args:
-          decoder: the decoder.
           rows, length: B and T.
-          before: the part's KV cache, if rows are extended; None: they are complete.
+          before: the part's KV cache, in generation; otherwise None.
         """
         if before is not None:
             return kv_cache.unseen(before, length, window=self.window)
@@ -418,7 +384,6 @@ class Attention(Heads):
         return KeysAndValues(new, new)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token, with min(T, 2 W) in place of T if there is a window of W positions."""
         inner = decoder.num_heads * self.width(decoder)
         span = min(length, 2 * (self.window or length))  # twice the mean number of attended positions
         return super().work(decoder, length)._replace(others=span * inner)
@@ -441,9 +406,6 @@ class Mlp(Part):
 
     Attributes:
       mlp_dim: number of hidden units; None: the decoder's.
-
-    Raises:
-      UserError: the number is below 1.
     """
 
     mlp_dim: int | None = None
@@ -466,11 +428,8 @@ class Mlp(Part):
         """Computes the output of the layer, [B, T, D].
 
         Args:
-          decoder: the decoder.
-          x: activations [B, T, D].
-          side: arrays that belong to rows.
-          prefix: prefix of the parameters' names.
-          width: number of hidden units; None: the decoder's `mlp_dim`.
+          prefix: of the parameters' names.
+          width: number of hidden units; None: the decoder's.
         """
         c, of = decoder, Matrices(decoder)
         d, f = c.embed_dim, width or c.mlp_dim
@@ -490,14 +449,10 @@ class Mlp(Part):
         return Work(decoder.embed_dim * products_per_input(decoder, self.mlp_dim or decoder.mlp_dim))
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        """Returns the width, which is the decoder's unless the part has its own."""
         return {"mlp_dim": self.mlp_dim or decoder.mlp_dim}
 
     def small(self, decoder: Decoder, width: int) -> Self:
-        """Returns the part for a small form of the decoder, which has `width` hidden units.
-
-        If the part has a width of its own, the ratio of its width to the decoder's is kept, rounded, and at least 1.
-        """
+        """Returns the part for a small decoder of `width` hidden units; its own width is a multiple of `width`."""
         return dataclasses.replace(self, mlp_dim=self.mlp_dim and max(1, round(self.mlp_dim / decoder.mlp_dim)) * width)
 
 
@@ -506,7 +461,7 @@ def _hidden(of: Matrices, name: str, weight: jax.Array, x: jax.Array, side: Side
 
 
 def products_per_input(decoder: Decoder, width: int) -> int:
-    """Returns the multiplications, per token and input entry, of a feed-forward layer with `width` hidden units."""
+    """Returns the multiplications, per token and input entry, of a feed-forward with `width` hidden units."""
     return (3 if decoder.gated else 2) * width
 
 
@@ -516,7 +471,7 @@ def normalized(config: Decoder, name: str, x: jax.Array) -> jax.Array:
 
 
 def norm_params(config: Decoder, name: str, width: int) -> tuple[jax.Array, ...]:
-    """Makes the parameters of a norm: its scale [width] and, for LayerNorm, its bias [width]."""
+    """Makes the parameters of a norm: its scale [width] and, for LayerNorm, its bias."""
     init = jnp.zeros if config.norm == "rms_offset" else jnp.ones
     scale = logical.param(name, (width,), ("norm",), init)
     if config.norm != "layer":
@@ -525,13 +480,10 @@ def norm_params(config: Decoder, name: str, width: int) -> tuple[jax.Array, ...]
 
 
 def normalize(config: Decoder, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Normalizes the last dimension of x, in float32.
+    """Normalizes the last dimension of x by the decoder's norm, in float32.
 
     Args:
-      config: the decoder, which has the kind of norm and epsilon.
-      x: [..., D].
-      scale: [D].
-      bias: [D], for LayerNorm; None: RMSNorm.
+      scale, bias: [D]; bias None: RMSNorm.
     """
     if bias is not None:
         return derivatives.layer_norm(x, scale, bias, config.norm_eps)

@@ -2,11 +2,7 @@
 
     x += Mixer(norm(x));   x += FeedForward(norm(x))
 
-A part is a frozen dataclass of settings. Called in the Haiku module of a layer, it makes its parameters, and maps the
-normalized residual stream [B, T, D] to the output that is added to the stream. (`DecoderConfig.post_norm` can move the
-norm behind the part.) A part also describes itself: its multiplications per token, the state that replaces earlier
-positions in generation, and sums over rows that become losses or metrics. You can define a part in any module;
-`models.decoder.layers` has the parts that most decoders use.
+A part is a frozen dataclass of settings. Called in the Haiku module of a layer, it makes its parameters.
 
 B batch, T length, D embed.
 """
@@ -62,15 +58,15 @@ class Decoder(Protocol):
 
     @property
     def key_sources(self) -> tuple[Part, ...]:
-        """The attention of first layers whose keys and values later layers use instead of their own."""
+        """The attention of first layers whose keys and values later layers use."""
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
-        """The different rotary embeddings of the mixers; those with the decoder's base and scaling come first."""
+        """The different rotary embeddings of the mixers."""
 
     @property
     def layer_kinds(self) -> tuple[Any, ...]:
-        """The kinds (`config.LayerKind`) of the first layers, if there are some, then those that repeat after them."""
+        """The kinds (`config.LayerKind`) of the first layers, then those that later layers repeat."""
 
 
 class Side(NamedTuple):
@@ -79,13 +75,11 @@ class Side(NamedTuple):
     Attributes:
       segment_ids: [B, T] int32.
       turns: rotary tables, one for each of `Decoder.rotations`; () with learned positions.
-      rows: [B] int32, global row ids, if inputs of adapters are dropped in this call; otherwise None.
-      padding: [B] int32, the number of empty slots at a row's beginning, in generation; otherwise None.
-      prefix: which positions attend in both directions; None: attention is causal.
-      continues: [B] bool, whether a row's first position continues the segment at the end of the previous step's row,
-        if parts keep states between steps; otherwise None.
-      layer_inputs: [B, L, T, P], the inputs of all L layers (`models.decoder.layer_inputs`), in generation by a decoder
-        that has them; otherwise None.
+      rows: [B] int32, global row ids, if inputs of adapters are dropped; otherwise None.
+      padding: [B] int32, empty slots at a row's beginning, in generation; otherwise None.
+      prefix: which positions attend in both directions; None: none.
+      continues: [B] bool, whether a row continues the previous step's segment; None: no state is kept between steps.
+      layer_inputs: [B, L, T, P], those of all L layers, in generation; otherwise None.
     """
 
     segment_ids: jax.Array
@@ -101,7 +95,7 @@ class Earlier(NamedTuple):
     """The slots before the new ones of a call, in generation.
 
     Attributes:
-      state: the state that the part returned for them, or its empty state.
+      state: the part's state after them.
       start: the number of these slots, [] int32.
     """
 
@@ -110,17 +104,17 @@ class Earlier(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of a part in addition to the residual stream.
+    """The arguments of a part in addition to its input.
 
     Attributes:
       side: arrays that belong to rows.
-      before: the earlier slots, whose state the part continues; None: rows are complete.
-      weights: [B, T], the weights of positions in the loss; None: the part computes no sums.
-      drops: whether experts drop tokens beyond their capacity, if they have one.
-      carried: the state at the end of the previous training step's rows, for parts that keep it; otherwise None.
-      name: name of the part in its layer, for parts whose parameters have their own Haiku module.
-      stream: the residual stream before the norm, [B, T, D], for parts with norms of their own.
-      layer_input: the input of this layer alone, [B, T, P], if the decoder has `layer_inputs`; otherwise None.
+      before: the earlier slots, in generation; otherwise None.
+      weights: [B, T], the weights of positions in the loss; None: no sums are computed.
+      drops: whether experts drop tokens beyond their capacity.
+      carried: the part's state at the end of the previous training step's rows; None: none.
+      name: of the part in its layer.
+      stream: [B, T, D], the residual stream before the norm.
+      layer_input: [B, T, P]; None: none.
       shared: keys and values of earlier layers, by number among `Decoder.key_sources`.
     """
 
@@ -135,7 +129,7 @@ class Call(NamedTuple):
     shared: Mapping[int, Any] = MappingProxyType({})
 
     def real(self, length: int) -> jax.Array:
-        """Returns whether each of the call's `length` = T positions is a token and not padding, [B, T] bool."""
+        """Returns whether each of `length` = T positions is a token and not padding, [B, T] bool."""
         if self.before is None:
             return self.side.segment_ids > 0
         assert self.side.padding is not None
@@ -147,10 +141,9 @@ class Result(NamedTuple):
 
     Attributes:
       y: [B, T, D], which is added to the residual stream.
-      state: the state after these positions, if the call had `before` or `carried`; otherwise, or without a state, ().
-      sums: tree of sums over rows, float32, with the structure of `Part.empty_sums`; () if the part has none, or the
-        call has no weights.
-      shared: keys and values for later layers that use those of this part; () if there are none.
+      state: after these positions, if the call had `before` or `carried`; () if there is none.
+      sums: float32 sums over rows, as `Part.empty_sums`.
+      shared: keys and values for later layers; () if there are none.
     """
 
     y: jax.Array
@@ -163,7 +156,7 @@ class Work(NamedTuple):
     """Multiplications per token.
 
     Attributes:
-      matrices: those with parameter matrices, which may be frozen.
+      matrices: those with parameter matrices.
       others: all others, such as those of scores.
     """
 
@@ -174,16 +167,14 @@ class Work(NamedTuple):
 class Part:
     """Base class of mixers and feed-forwards; its defaults suit a causal part without state and sums.
 
-    Subclasses are frozen dataclasses, so that equal parts are equal values.
-
     Attributes:
-      name: name of its state and sums in a layer; the parts of a layer must have different names.
-      norm: prefix of the name of the norm before it; None: "mixer" or "feed_forward", as in `mixer_norm`.
-      is_recurrent: whether it has a state whose size does not depend on the length of rows.
-      keeps_state: whether it can continue from the previous training step's state, `Call.carried`.
-      sees_prefix: whether it supports rows that partly attend in both directions (`Side.prefix`).
-      matrices: names of the matrices that low-rank adapters can change.
-      without_adapters: names of its other matrices, which cannot have adapters.
+      name: name of its state and sums in a layer.
+      norm: prefix of the name of the norm before it; None: "mixer" or "feed_forward".
+      is_recurrent: whether the size of its state does not depend on the length of rows.
+      keeps_state: whether it can continue from `Call.carried`.
+      sees_prefix: whether it supports `Side.prefix`.
+      matrices: names of those that low-rank adapters can change.
+      without_adapters: names of its other matrices.
     """
 
     name: str = ""
@@ -202,22 +193,16 @@ class Part:
         return self.matrices
 
     def with_same_parameters(self) -> Part:
-        """Returns the part with settings on which its parameters do not depend set to their defaults.
-
-        The parameters of layers whose parts are then equal are stacked in the same arrays.
-        """
+        """Returns the part with settings that do not change its parameters set to their defaults."""
         return self
 
     def rotation(self, decoder: Decoder) -> rotary.Rotation | None:
-        """Returns the part's rotary embedding; None if it does not rotate queries and keys."""
+        """Returns the part's rotary embedding; None if it has none."""
         del decoder
         return None
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
-        """Runs the part on its input x [B, T, D], the normalized residual stream, in the Haiku module of its layer.
-
-        With the decoder's `post_norm` = "only", x is the stream itself.
-        """
+        """Runs the part on its input x [B, T, D], in the Haiku module of its layer."""
         raise NotImplementedError
 
     def work(self, decoder: Decoder, length: int) -> Work:
@@ -225,12 +210,12 @@ class Part:
         raise NotImplementedError
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Any:
-        """Returns the state before the first of at most `length` slots, with leaves [rows, ...]; () if it has none."""
+        """Returns the state before the first of at most `length` slots, leaves [rows, ...]; () if it has none."""
         del decoder, rows, length
         return ()
 
     def laid_out(self, state: Any) -> Any:
-        """Constrains the sharding of a state by the activation table; by default, not at all."""
+        """Constrains the sharding of a state."""
         return state
 
     def empty_sums(self) -> Any:
@@ -238,28 +223,26 @@ class Part:
         return ()
 
     def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
-        """Returns the loss of the decoder with losses and metrics of the part added; by default, `found`.
+        """Adds losses and metrics of the part to the loss of the decoder.
 
         Args:
           found: the sums with the cross-entropy.
           sums: the part's sums over all layers.
           num_layers: number of layers with this part.
-          is_training: whether losses are added.
         """
         del sums, num_layers, is_training
         return found
 
     def shrink(self, multiples: Mapping[str, int]) -> Part:
-        """Returns a small part for smoke runs (a few steps on a CPU); by default the part itself.
+        """Returns a small part; by default, the part itself.
 
-        Args:
-          multiples: numbers of which the sizes must be multiples, by logical axis.
+        `multiples`, by logical axis, should divide its sizes.
         """
         del multiples
         return self
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        """Returns the settings that change the part's results; by default all fields, by `name.field`."""
+        """Returns the settings that change the part's results, by `name.field`."""
         del decoder
         return {f"{self.name}.{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
@@ -283,10 +266,7 @@ class Sum:
     """Several mixers in one layer, whose outputs are added.
 
     Attributes:
-      parts: the mixers, which must have different names.
-
-    Raises:
-      UserError: there are fewer than two, or one of them is not a part.
+      parts: the mixers, at least two.
     """
 
     parts: tuple[Part, ...]

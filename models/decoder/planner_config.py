@@ -7,17 +7,14 @@ from core.errors import UserError, check_integer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planner:
-    """A planner over chunks of a row (experimental).
+    """A planner over chunks of a row (experimental, `models.decoder.chunk_planner`).
 
     Attributes:
-      chunk: number of positions that are summarized together; this and the other numbers are at least 1.
+      chunk: number of positions that are summarized together.
       layers: number of layers of each of the two stacks, low and high.
       high_steps: number of steps of the high stack.
       low_steps: number of steps of the low stack for each step of the high one.
-      causal: must be True: a plan depends only on its own and earlier chunks, because others would see the future.
-
-    Raises:
-      UserError: a number is out of range, or `causal` is False.
+      causal: must be True.
     """
 
     chunk: int

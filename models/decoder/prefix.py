@@ -1,10 +1,8 @@
 """Prefix-LM attention: the prefix of each segment attends in both directions, and the rest causally.
 
-A query sees every key of its segment up to the position `until`: the last one of its prefix, or its own. This is the
-causal mask with other positions of queries, which the splash kernel reads as an array.
-
-A bias of keys, which is added to all scores of a key, lets a model weigh or hide positions. The kernel has no such
-input. So heads get another dimension, in which queries are 1 and keys have their bias.
+A query sees the keys of its segment up to the position `until`: the last one of its prefix, or its own. This is the
+causal mask with other positions of queries. The splash kernel has no input for a bias of keys, so heads get another
+dimension, in which queries are 1 and keys have their bias.
 
 B batch, T length, S positions of keys, H query heads, N key/value heads, K head_dim.
 """
@@ -27,7 +25,7 @@ class Prefix(NamedTuple):
     """Which positions attend in both directions.
 
     Attributes:
-      until: [B, T] int32, the last position that each position attends to, at or after its own.
+      until: [B, T] int32, the last position that each one attends to, at or after its own.
       key_bias: [B, T] float32, added to all scores of each key; None: no bias.
     """
 
@@ -36,9 +34,9 @@ class Prefix(NamedTuple):
 
 
 def visible(until: jax.Array, *, window: int | None) -> jax.Array:
-    """Returns whether each query may see each key if segments are ignored, bool [B, T, S]; `until` is that of `Prefix`.
+    """Returns whether each query may see each key if segments are ignored, bool [B, T, S].
 
-    With a window, a query sees only its own and the `window - 1` positions before it, and those after it up to `until`.
+    With a window, a key must lie less than `window` positions before the query, or after it.
     """
     places = jnp.arange(until.shape[1])
     seen = until[:, :, None] >= places
@@ -46,11 +44,10 @@ def visible(until: jax.Array, *, window: int | None) -> jax.Array:
 
 
 class PrefixMask(masks.CausalMask):
-    """The splash kernel's mask, which depends on `until` because `until` replaces the positions of queries.
+    """The splash kernel's mask for `until`, which replaces the positions of queries.
 
-    The kernel skips blocks that no query sees, and applies no mask to blocks that all queries see. It finds both by
-    indexing this object, before `until` is known. Blocks after the diagonal must be neither, so this object says that
-    every other key in them is visible.
+    The kernel indexes it before `until` is known, to find blocks that need no mask or no computation. Blocks after the
+    diagonal must be neither, so every other key in them is visible here.
     """
 
     def __init__(self, length: int, *, window: int | None, shard_count: int):
@@ -81,7 +78,7 @@ def sequence(until: jax.Array, *, window: int | None) -> jax.Array:
     """Returns the positions of queries that `PrefixMask` compares, [B, T] int32.
 
     Raises:
-      UserError: there is a window, and rows are too long to put two positions into one number.
+      UserError: rows are too long for a prefix with a window.
     """
     if window is not None and until.shape[1] > (most := 1 << (31 - _OWN_BITS)):
         raise UserError(
@@ -92,22 +89,19 @@ def sequence(until: jax.Array, *, window: int | None) -> jax.Array:
 
 
 def with_sequence(kernel: Any, queries: jax.Array) -> Any:
-    """Returns a splash kernel with the given positions [T] of its shard's queries."""
+    """Returns a splash kernel with the given positions [T] of its queries."""
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
     replaced = (info and info._replace(q_sequence=queries) for info in infos)
     return type(kernel)(*replaced, **kernel.kwargs)
 
 
 def with_bias(q: jax.Array, k: jax.Array, key_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Appends 8 dimensions to queries and keys, so that their products include a bias of the keys.
+    """Appends dimensions to queries and keys, so that their products include a bias of the keys.
 
     Args:
-      q: queries [B, T, H, K], already scaled.
+      q: scaled queries [B, T, H, K].
       k: keys [B, S, N, K].
-      key_bias: [B, S]; None: both arrays are returned unchanged.
-
-    Returns:
-      Queries [B, T, H, K + 8] and keys [B, S, N, K + 8].
+      key_bias: [B, S]; None: no change.
     """
     if key_bias is None:
         return q, k

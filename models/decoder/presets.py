@@ -1,9 +1,4 @@
-"""Configurations of `models.decoder.transformer.Transformer` by name: this project's own sizes, and published models.
-
-A published model has about its Hugging Face name: in lower case, without the owner, and without some suffixes. Tests
-check parameter counts and agreement with the published `config.json`
-(`tests/models/decoder/published/test_families.py`).
-"""
+"""Configurations of the decoder by name: this project's own sizes, and published models."""
 
 import dataclasses
 import functools
@@ -31,7 +26,7 @@ def _sizes(layers: int, embed: int, mlp: int, heads: int, kv_heads: int, /, **ot
 
 
 def _gpt2(layers: int, embed: int, heads: int) -> Fields:
-    """Returns GPT-2's fields (Radford et al. 2019): LayerNorm, learned positions, biases, GELU, a tied head."""
+    """Returns fields of GPT-2 (Radford et al. 2019)."""
     return _sizes(
         layers,
         embed,
@@ -50,25 +45,24 @@ def _gpt2(layers: int, embed: int, heads: int) -> Fields:
 
 
 def _llama3(*sizes: int, factor: float = 8.0, **other: Any) -> Fields:
-    """Returns the fields of Llama 3.1 and 3.2 (Dubey et al. 2024)."""
+    """Returns fields of Llama 3.1 and 3.2 (Dubey et al. 2024)."""
     scaling = rotary.Llama3(factor=factor)
     return _sizes(*sizes, vocab_size=128256, rope_theta=500000.0, rope_scaling=scaling, max_positions=131072, **other)
 
 
 def _qwen2(*sizes: int, vocab_size: int = 151936, max_positions: int = 131072, **other: Any) -> Fields:
-    """Returns the fields of Qwen 2.5 (Qwen team 2024): biases of queries, keys and values."""
+    """Returns fields of Qwen 2.5 (Qwen team 2024)."""
     sizing = {"vocab_size": vocab_size, "max_positions": max_positions}
     return _sizes(*sizes, norm_eps=1e-6, bias="qkv", rope_theta=1e6, **sizing, **other)
 
 
 def _qwen3(*sizes: int, **other: Any) -> Fields:
-    """Returns the fields of Qwen 3 (Qwen team 2025): norms of queries and keys."""
+    """Returns fields of Qwen 3 (Qwen team 2025)."""
     sizing = {"vocab_size": 151936, "head_dim": 128, "max_positions": 40960}
     return _sizes(*sizes, mixer=Attention(qk_norm=True), rope_theta=1e6, norm_eps=1e-6, **sizing, **other)
 
 
 def _gemma(*sizes: int, **other: Any) -> Fields:
-    """Returns the fields common to Gemma 2 and 3: norms with offset scales before and after each part, gated GELU."""
     return _sizes(
         *sizes,
         norm="rms_offset",
@@ -82,7 +76,7 @@ def _gemma(*sizes: int, **other: Any) -> Fields:
 
 
 def _gemma2(*sizes: int, scale: float | None = None, **other: Any) -> Fields:
-    """Returns Gemma 2's fields (Gemma team 2024): a window in every other layer; bounded scores and logits."""
+    """Returns fields of Gemma 2 (Gemma team 2024)."""
     return _gemma(
         *sizes,
         vocab_size=256000,
@@ -94,7 +88,7 @@ def _gemma2(*sizes: int, scale: float | None = None, **other: Any) -> Fields:
 
 
 def _gemma3(*sizes: int, window: int, scale: float | None = None, **other: Any) -> Fields:
-    """Returns Gemma 3's fields (Gemma team 2025): query and key norms, five layers with a window to one without."""
+    """Returns fields of Gemma 3 (Gemma team 2025)."""
     attention = Attention(qk_norm=True, scale=scale)
     mixer = (dataclasses.replace(attention, window=window, rope_theta=10000.0),) * 5 + (attention,)
     return _gemma(*sizes, rope_theta=1e6, mixer=mixer, **other)
@@ -109,10 +103,7 @@ _LINEAR: dict[str, Any] = {
 
 
 def _needing_parts() -> dict[str, Callable[[], Fields]]:
-    """Returns functions that give the fields of presets in modules of their own, by name.
-
-    The preset `a-b` is the module `models.*.preset_a_b`, which its function imports.
-    """
+    """Returns functions by preset name; that of `a-b` returns the fields in `models.*.preset_a_b`."""
 
     def fields(module: str) -> Fields:
         return importlib.import_module(module).FIELDS

@@ -15,28 +15,19 @@ from core.errors import UserError, check_number
 
 
 class Scaling(Protocol):
-    """Interface of scalings: they change the frequencies of a rotary embedding, and multiply its tables by a factor."""
+    """Changes the frequencies of a rotary embedding, and multiplies its tables by a factor."""
 
     @property
     def attention_factor(self) -> float:
         """Factor of the cosines and sines."""
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
-        """Returns scaled frequencies: [K/2] for all rows, or [B, 1, 1, K/2], one set per row.
-
-        Args:
-          frequency: [K/2], the frequencies without scaling.
-          theta: base of their geometric series.
-          positions: [B, T].
-        """
+        """Returns scaled frequencies: [K/2], or [B, 1, 1, K/2] for each row, from `frequency` [K/2]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """Divides positions by `factor`, a number above 0 (Chen et al. 2023, position interpolation).
-
-    Raises UserError for another factor.
-    """
+    """Divides positions by `factor`, a number above 0 (Chen et al. 2023, position interpolation)."""
 
     factor: float
     attention_factor: float = dataclasses.field(default=1.0, init=False)
@@ -45,7 +36,6 @@ class Linear:
         check_number(self.factor, where="Linear.factor", is_positive=True)
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
-        """Returns the scaled frequencies [K/2]."""
         del theta, positions
         return frequency / self.factor
 
@@ -55,12 +45,9 @@ class Llama3:
     """Divides low frequencies by `factor`, keeps high ones and interpolates between, as the code of Llama 3.1 does.
 
     Attributes:
-      factor: a number above 0 that multiplies wavelengths above `original_length / low_frequency_factor`.
+      factor: divisor of frequencies with wavelengths above `original_length / low_frequency_factor`.
       low_frequency_factor, high_frequency_factor: wavelengths below `original_length / high_frequency_factor` are kept.
       original_length: context length before the extension.
-
-    Raises:
-      UserError: a number is not above 0, or the two frequency factors are equal.
     """
 
     factor: float
@@ -79,7 +66,6 @@ class Llama3:
             )
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
-        """Returns the scaled frequencies [K/2]."""
         del theta, positions
         low, high = self.low_frequency_factor, self.high_frequency_factor
         turns = self.original_length * frequency / (2 * math.pi)  # in the original context
@@ -95,13 +81,9 @@ class Yarn:
       factor: extension of the context, a number above 0.
       original_length: context length before the extension.
       beta_fast, beta_slow: dimensions that turn more often than `beta_fast` times in the original context are kept,
-        those that turn less often than `beta_slow` times are divided. If `beta_fast` is less, the ramp between them
-        is reversed, as in transformers.
+        those that turn less often than `beta_slow` times are divided.
       sharpening: factor of cosines and sines; None: 0.1 ln(factor) + 1, or 1 for a factor below 1.
-      truncate: whether the bounds between kept and divided dimensions are rounded outward to whole dimensions.
-
-    Raises:
-      UserError: a number other than `sharpening` is not above 0.
+      truncate: whether the bounds between them are rounded outward.
     """
 
     factor: float
@@ -121,7 +103,6 @@ class Yarn:
         return (0.1 * math.log(max(self.factor, 1.0)) + 1.0) if self.sharpening is None else self.sharpening
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
-        """Returns the scaled frequencies [K/2]."""
         del positions
         half = frequency.shape[0]
 
@@ -141,8 +122,7 @@ class LongRope:
     """LongRoPE (Ding et al. 2024): divides every frequency by a factor of its own.
 
     Attributes:
-      short, long: factors [K/2] of rows whose largest position is below `original_length`, and of longer ones. In
-        generation the row is what a call adds: keys that are cached keep the factors with which they were computed.
+      short, long: factors [K/2] of rows whose largest position is below `original_length`, and of longer ones.
       original_length: context length before the extension.
       sharpening: factor of cosines and sines.
     """
@@ -158,7 +138,6 @@ class LongRope:
         return self.sharpening
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
-        """Returns the scaled frequencies [B, 1, 1, K/2]."""
         del theta
         is_long = (jnp.max(positions, axis=1) >= self.original_length)[:, None, None, None]
         return frequency / jnp.where(is_long, jnp.asarray(self.long), jnp.asarray(self.short))
@@ -166,16 +145,11 @@ class LongRope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proportional:
-    """Rotates a part of the dimensions of a head, with the frequencies of all of them (Gemma 4).
-
-    Dimension i is paired with i + K/2, as if all were rotated; the pairs of the lowest frequencies are not rotated.
+    """Rotates a part of the dimensions of a head, with frequencies spread over all of them (Gemma 4).
 
     Attributes:
-      fraction: part of the dimensions that is rotated, from 0 to 1.
+      fraction: part of the dimensions that is rotated, those of the highest frequencies; from 0 to 1.
       factor: number above 0 by which frequencies are divided.
-
-    Raises:
-      UserError: a number is out of range.
     """
 
     fraction: float
@@ -187,7 +161,6 @@ class Proportional:
         check_number(self.factor, where="Proportional.factor", is_positive=True)
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
-        """Returns the scaled frequencies [K/2]."""
         del theta, positions
         turning = int(self.fraction * 2 * len(frequency) // 2)
         return jnp.where(jnp.arange(len(frequency)) < turning, frequency / self.factor, 0.0)
@@ -199,9 +172,9 @@ class Rotation:
 
     Attributes:
       theta: base of the geometric series of wavelengths.
-      scaling: changes the frequencies, and multiplies queries and keys by its `attention_factor`; None: neither.
-      length: further factor of rotated queries and keys; scores get the square of both factors.
-      width: number of dimensions of a head that are rotated, the first ones; None: as many as the decoder's heads have.
+      scaling: changes the frequencies, and scales queries and keys; None: neither.
+      length: further factor of rotated queries and keys.
+      width: number of dimensions of a head that are rotated; None: the size of the decoder's heads.
     """
 
     theta: float
@@ -211,10 +184,7 @@ class Rotation:
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of the rotary angles, times a factor, repeated for both halves of a head.
-
-    [B, T, 1, K] float32 each.
-    """
+    """Cosines and sines of the rotary angles, times a factor, for both halves of a head; [B, T, 1, K] float32."""
 
     cos: jax.Array
     sin: jax.Array
@@ -223,16 +193,13 @@ class RotaryTables(NamedTuple):
 def tables(
     positions: jax.Array, head_dim: int, *, theta: float, length: float = 1.0, scaling: Scaling | None = None
 ) -> RotaryTables:
-    """Returns the tables of the rotary embedding in the half-split form: dimension i is paired with dimension i + K/2.
-
-    Su et al. 2021 (RoFormer), eq. 34, with the pairing of Llama.
+    """Returns rotary tables that pair dimension i with i + K/2 (Su et al. 2021, eq. 34).
 
     Args:
-      positions: [B, T], int32, position within the document.
+      positions: [B, T], int32.
       head_dim: K.
       theta: base of the geometric series of wavelengths.
-      length: factor of the tables, by which the rotation also scales vectors.
-      scaling: changes the frequencies, and multiplies the tables by its `attention_factor`; None: neither.
+      length: factor of the tables.
     """
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)  # [K/2]
@@ -245,12 +212,12 @@ def tables(
 
 
 def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
-    """Rotates x [B, T, heads, K] by the angles of `positions` [B, T]; the result has the dtype of x."""
+    """Rotates x [B, T, heads, K] by the angles of `positions` [B, T]."""
     return apply(x, tables(positions, x.shape[-1], theta=theta))
 
 
 def apply(x: jax.Array, turned_by: RotaryTables) -> jax.Array:
-    """Rotates the first dimensions of x [B, T, heads, K], as many as the tables have; the result has the dtype of x."""
+    """Rotates the first dimensions of x [B, T, heads, K], as many as the tables have."""
     width = turned_by.cos.shape[-1]
     if width == x.shape[-1]:
         return _turn(x, *turned_by)
@@ -259,12 +226,7 @@ def apply(x: jax.Array, turned_by: RotaryTables) -> jax.Array:
 
 @jax.custom_vjp
 def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Returns x cos + (-b, a) sin, where (a, b) are the halves of x; tables [B, T, 1, K].
-
-    The halves are swapped, and b is negated, by an exact matrix product with 1, -1 and 0. Half of 128 dimensions
-    does not fill a vector register: the TPU compiler estimates that slicing and concatenating halves would take a third
-    of the cycles of the projection to queries.
-    """
+    """Returns x cos + (-b, a) sin, where (a, b) are the halves of x; slicing them is slow on TPUs."""
     half = x.shape[-1] // 2
     places = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)  # (a, b) -> (-b, a)
     swapped = jnp.einsum(
@@ -282,7 +244,6 @@ def _turn_forward(x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Arr
 
 
 def _turn_back(tables: tuple, dy: jax.Array) -> tuple:
-    """Rotates back: the transpose of a rotation is the rotation by the opposite angle; positions have no gradient."""
     cos, sin = tables
     return _turn(dy, cos, -sin), jnp.zeros_like(cos), jnp.zeros_like(sin)
 

@@ -1,13 +1,11 @@
 """A decoder-only language model; its fields can express the published families (`models.decoder.published.families`).
 
-The dataclass is both configuration and model: it implements `core.types.Model`. Its defaults are Llama's: RMSNorm,
-rotary embedding, grouped-query attention, SwiGLU. It names the axes of its arrays and does not refer to a mesh. In
-packed rows, tokens attend within their segment, and positions restart in each segment.
-
     x = E[inputs];   x += Attention(norm(x));   x += MLP(norm(x));   logits = norm(x) U
 
-Touvron et al. 2023 (Llama), section 2.2; Ainslie et al. 2023 (GQA); Shazeer 2020 (SwiGLU).
-B batch, T length, D embed, F mlp, H heads, N key/value heads, K head_dim, V vocab as stored, L layers.
+The dataclass is both configuration and model. Its defaults are Llama's (Touvron et al. 2023, section 2.2; Ainslie et
+al. 2023; Shazeer 2020).
+
+B batch, T length, D embed, H heads, K head_dim, V vocab as stored, L layers.
 """
 
 from __future__ import annotations
@@ -45,12 +43,10 @@ _FIELDS = ("inputs", "targets", "segment_ids", "positions", "weights")  # fields
 class Inserted(NamedTuple):
     """Vectors that take the place of embedded tokens, such as those of the patches of an image.
 
-    Methods that take them raise UserError if the strategy's keys travel around a ring of chips.
-
     Attributes:
       values: [B, T, D].
       places: [B, T], bool: the positions whose embedded tokens they replace.
-      prefix: the positions that attend to one another in both directions; None: attention is causal.
+      prefix: the positions that attend in both directions; None: none.
     """
 
     values: jax.Array
@@ -59,7 +55,7 @@ class Inserted(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Arrays of the head: parameters of the final norm, and the output matrix [D, V] in the compute dtype."""
+    """Parameters of the final norm, and the output matrix [D, V] in the compute dtype."""
 
     norm: tuple[jax.Array, ...]
     unembed: jax.Array
@@ -67,12 +63,9 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer(DecoderConfig):
-    """A decoder-only language model; `models.decoder.config` describes its fields, and the errors of wrong ones.
+    """A decoder-only language model; `models.decoder.config` describes its fields.
 
     Batches have `inputs`, `targets`, `segment_ids`, `positions` [B, T] int32 and `weights` [B, T] float32.
-
-    Raises:
-      UserError: fields have wrong values, or parts, adapters or kept states do not fit the decoder or one another.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -121,15 +114,12 @@ class Transformer(DecoderConfig):
             raise UserError(f"Transformer.keeps_states = True: {found} from the start of a row, which is of many steps")
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters in float32; with adapters, most of the base is in `lora.base_dtype` (see `Lora`).
-
-        They do not depend on the batch, of which only shapes are used.
-        """
+        """Returns initial parameters in float32; with adapters, see `Lora.base_dtype`."""
         params = hk.transform(self.sums).init(rng, batch)
         return params if self.lora is None else self.lora.base_frozen(params)
 
     def init_carry(self, batch: Batch) -> Carried:
-        """Returns empty states of parts, leaves [B, L, ...], by the part's name; () unless `keeps_states`."""
+        """Returns empty states of parts by name, leaves [B, L, ...]; () unless `keeps_states`."""
         if not self.keeps_states:
             return ()
         rows, length = batch["inputs"].shape
@@ -139,17 +129,9 @@ class Transformer(DecoderConfig):
     def loss(
         self, params: Params, carry: Carried, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carried, LossOutput]:
-        """Returns the next carry and the loss: the weighted sum of the cross-entropy in nats, and the sum of weights.
+        """Returns the next carry and the loss: sums of the weighted cross-entropy, in nats, and of weights.
 
-        In training the losses of experts, if they have any, are added; the metric `cross_entropy` is then without
-        them. The next carry has the states after these rows if `carry` has states; otherwise it is ().
-
-        Args:
-          params: the parameters.
-          carry: states of parts, from `init_carry` or the step before; () for a model that keeps none.
-          rng: the key of the step.
-          batch: {field: [B, T]}, as the class describes.
-          is_training: whether dropout and the capacity of experts apply, and the losses of experts are added.
+        In training, losses of parts such as experts are added.
         """
         drops = is_training and self.lora is not None and self.lora.dropout > 0  # otherwise it is deterministic
         rows = random_bits.row_ids(batch) if drops else None
@@ -161,17 +143,14 @@ class Transformer(DecoderConfig):
         return hk.transform(self.all_logits).apply(params, None, batch)[..., : self.vocab_size]
 
     def published(self, folder: str) -> PublishedFolder:
-        """Returns access to this decoder's parameters in the folder of a published model; reads no tensor yet.
-
-        Raises UserError as `family_tensors.published_folder`.
-        """
+        """Returns access to this decoder's parameters in the folder of a published model."""
         from models.decoder.published import family_tensors  # a run that starts from its seed does not need it
 
         return family_tensors.published_folder(self, folder)
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """Patterns of the paths of adapters, which a published folder or a run without them lacks; () without any."""
+        """Patterns of the paths of adapters; () without any."""
         return () if self.lora is None else lora.PATTERNS
 
     def residual(self, params: Params, batch: Batch) -> jax.Array:
@@ -180,7 +159,7 @@ class Transformer(DecoderConfig):
         return ring_attention.arrange(x, "batch", "residual_length", "embed", back=True)
 
     def hidden(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns the residual stream after the final norm, [B, T, D], which the output matrix maps to logits."""
+        """Returns the residual stream after the final norm, [B, T, D]."""
         return layers.normalize(self, self.residual(params, batch), *self.head(params).norm)
 
     def head(self, params: Params) -> Head:
@@ -188,7 +167,7 @@ class Transformer(DecoderConfig):
         return hk.transform(lambda: self._head_params(self._embedding())).apply(params, None)
 
     def unembedded(self, unembed: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns the logits [B, T, V], float32, of x from `hidden`, with the output matrix `unembed` of the head."""
+        """Returns the logits [B, T, V], float32, of x from `hidden`."""
         logits = derivatives.unembedded(x, unembed)
         if self.logit_scale != 1.0:
             logits *= self.logit_scale
@@ -204,13 +183,12 @@ class Transformer(DecoderConfig):
         is_training: bool = True,
         inserted: Inserted | None = None,
     ) -> LossOutput:
-        """Returns the loss as sums; call it inside `hk.transform`, also that of a model that contains the decoder.
+        """Returns the loss as sums; call it inside `hk.transform`.
 
         Args:
-          batch: as in `loss`.
           rows: [B], global row ids, if inputs of adapters are dropped; otherwise None.
-          is_training: as in `loss`.
-          inserted: vectors in place of embedded tokens; None: there are none.
+          is_training: whether experts have a capacity, and their losses are added.
+          inserted: vectors in place of embedded tokens; None: none.
         """
         return self._sums(batch, rows, self.init_carry(batch), is_training=is_training, inserted=inserted)[1]
 
@@ -233,8 +211,6 @@ class Transformer(DecoderConfig):
         return self._stack_with_states(batch, tail, rows, carry, drops=is_training, inserted=inserted)
 
     def _cross_entropy(self, head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
-        """Returns the cross-entropy, in chunks of positions if there are many logits; `side`: targets and weights."""
-
         def sums(head: Head, x: jax.Array, side: tuple[jax.Array, jax.Array]) -> LossOutput:
             return losses.cross_entropy(self._head(head, x), *side, vocab_size=self.vocab_size)
 
@@ -244,12 +220,12 @@ class Transformer(DecoderConfig):
         return chunked_loss.total(sums, head, x, side, positions=chunk) if chunk else sums(head, x, side)
 
     def all_logits(self, batch: Batch, *, inserted: Inserted | None = None) -> jax.Array:
-        """Returns the logits [B, T, V], also of padding of the vocabulary; call it inside `hk.transform`, as `sums`."""
+        """Returns the logits [B, T, V], also of padding of the vocabulary; call it inside `hk.transform`."""
         logits = self._stack(batch, lambda head, x, *_: self._head(head, x), inserted=inserted)
         return ring_attention.arrange(logits, "batch", "length", "vocab", back=True)
 
     def token_embeddings(self, ids: jax.Array) -> jax.Array:
-        """Returns the embeddings [B, T, D] of ids [B, T], not scaled, without positions; call it in `hk.transform`."""
+        """Returns the embeddings [B, T, D] of ids [B, T], not scaled; call it inside `hk.transform`."""
         return derivatives.embedded(self._embedding(), ids, ("batch", "residual_length"), self.dtype)
 
     def _stack(self, batch: Batch, tail_fn, *, inserted: Inserted | None = None) -> Any:
@@ -265,16 +241,7 @@ class Transformer(DecoderConfig):
         drops: bool = False,
         inserted: Inserted | None = None,
     ) -> tuple[Carried, Any]:
-        """Returns the next carry and the result of `tail_fn`; with ring attention, positions are in the ring's order.
-
-        Args:
-          batch: inputs, segments, positions, targets and weights.
-          tail_fn: see `core.stack.Tail`; None: the result is the residual stream.
-          rows: [B], global row ids, if dropout applies to the inputs of adapters; None: no dropout.
-          carry: states of the step before, if the model keeps them.
-          drops: whether the capacity of experts applies.
-          inserted: vectors in place of embedded tokens; None: there are none.
-        """
+        """Returns the next carry and the result of `tail_fn`; with a ring, positions are in its order."""
         batch = {name: ring_attention.arrange(batch[name], "batch", "length") for name in _FIELDS}
         embedding = self._embedding()
         head = self._head_params(embedding)
@@ -317,11 +284,7 @@ class Transformer(DecoderConfig):
         return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), out.get("states", ())), result
 
     def empty_cache(self, rows: int, length: int) -> Cache:
-        """Returns the empty states of all layers, for `rows` rows of at most `length` slots.
-
-        They have the strategy's layout of activations. KV caches have the compute dtype; attention with a window has
-        no more slots than positions of the window.
-        """
+        """Returns an empty cache for `rows` rows of at most `length` slots."""
 
         def state(kind: LayerKind) -> block.State:
             found = {name: part.empty_state(self, rows, length) for name, part in parts_of(kind).items()}
@@ -343,18 +306,14 @@ class Transformer(DecoderConfig):
         padding: jax.Array,
         inserted: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Runs the decoder on T new ids of each row, and adds their states to the cache.
+        """Runs the decoder on T new ids of each row; returns logits after the last id, [B, vocab_size], and the cache.
 
         Args:
-          params: the parameters.
           cache: from `empty_cache` or `extend`.
           ids: [B, T], int32.
           start: slot of the first new id, [], int32.
-          padding: [B], int32, number of empty slots at the start of each row; the slot after them is its position 0.
-          inserted: vectors in place of embedded ids [B, T, D], and where they are [B, T], bool; None: there are none.
-
-        Returns:
-          Logits after the last id, [B, vocab_size], float32, and the cache.
+          padding: [B], int32, empty slots at the start of each row.
+          inserted: vectors in place of embedded ids [B, T, D], and where they are [B, T], bool; None: none.
         """
         x, side, others = self.before_layers(params, cache[self.num_layers :], ids, start, padding, inserted)
         kinds = tuple(map(self.layer_kind, range(self.num_layers)))
@@ -373,7 +332,6 @@ class Transformer(DecoderConfig):
         """Returns the input of the first layer, the arrays that all layers read, and the new states of `others`.
 
         Args:
-          params: the parameters; those of layers may be absent.
           others: the part of the cache after the states of the layers.
           ids, start, padding, inserted: as in `extend`.
         """
@@ -413,19 +371,7 @@ class Transformer(DecoderConfig):
         *,
         kinds: tuple[LayerKind, ...],
     ) -> tuple[Passing, Cache]:
-        """Runs successive layers of the decoder on T new ids of each row.
-
-        Args:
-          params: the parameters; of the layers, only those of the layers to run, stacked.
-          x: from `before_layers`, or from the layers before these.
-          side: from `before_layers`.
-          states: the cache's states of the layers to run.
-          start: as in `extend`.
-          kinds: kinds of the layers to run, in order.
-
-        Returns:
-          The input of the next layer, and the new states of these layers.
-        """
+        """Runs successive layers, of `kinds`, on T new ids; returns the next layer's input, and new states."""
 
         def layer(x: tuple[Passing, Cache], side: Side, start: jax.Array, kind: tuple[int, LayerKind]):
             ((stream, number, shared), cache), (at, of_layer) = x, kind
@@ -467,7 +413,7 @@ class Transformer(DecoderConfig):
 
     @property
     def _parts(self) -> dict[str, Part]:
-        """A part for each name in the layers; parts of the same name may have other settings in other layers."""
+        """A part for each name in the layers; parts of one name may differ between layers."""
         return {name: part for kind in self.layer_kinds for name, part in parts_of(kind).items()}
 
     @property
@@ -494,11 +440,10 @@ class Transformer(DecoderConfig):
         return Side(batch["segment_ids"], turns, padding, rows, continues=continues)
 
     def flops_per_token(self, length: int) -> float:
-        """Returns training FLOPs per token without recomputation, with T = `length`.
+        """Returns training FLOPs per token without recomputation, in rows of `length` positions.
 
-        There are 6 per parameter of a matrix product. A layer of `layers.Attention` adds 6 T H K (causal), or 12 W H K
-        with a window of W positions if that is less. With adapters, matrices are frozen and have no gradient: 4 per
-        parameter instead of 6. Of experts, only those that a token passes through count.
+        There are 6 per parameter of a matrix product, or 4 with adapters, as frozen matrices have no gradient, and
+        those of attention.
         """
         matrices, others = float(self.embed_dim * self.stored_vocab_size), 0.0
         for layer in range(self.num_layers):
@@ -515,7 +460,6 @@ class Transformer(DecoderConfig):
         return found + chunk_planner.flops_per_token(self.planner, self)
 
     def _embedded(self, embedding: jax.Array, batch: Batch) -> jax.Array:
-        """Returns the input of the first layer, [B, T, D]."""
         rows = ("batch", "residual_length")
         x = derivatives.embedded(embedding, batch["inputs"], rows, self.dtype)
         if self.scaled_embedding:
@@ -529,7 +473,6 @@ class Transformer(DecoderConfig):
         return logical.constrain(x, *rows, "embed")
 
     def _rotary_tables(self, positions: jax.Array) -> tuple[rotary.RotaryTables, ...]:
-        """Returns the tables of each of `rotations`, which also scale queries and keys; () for learned positions."""
         if self.positions == "learned":
             return ()
         tables = tuple(
@@ -577,11 +520,10 @@ def _inserted(x: jax.Array, inserted: Inserted) -> jax.Array:
 
 
 def preset(name: str, **changes) -> Transformer:
-    """Returns the decoder called `name` (see `models.decoder.presets`), with fields replaced by `changes`.
+    """Returns the decoder called `name` (`models.decoder.presets`), with fields replaced by `changes`.
 
     Raises:
-      UserError: there is no preset of this name, or fields have wrong values or do not fit together.
-      TypeError: there is no field of a name in `changes`.
+      UserError: there is no preset of this name.
     """
     from models.decoder import presets  # a model of given sizes needs none
 

@@ -44,11 +44,9 @@ def _feed_forward(part: Part | None) -> Sources:
 
 
 def sources(model: DecoderConfig, *, projections: Projections) -> Sources:
-    """Returns the source of each parameter of a decoder of such a family, by its path.
+    """Returns the source of each parameter of a decoder, by its path.
 
-    Args:
-      model: the decoder.
-      projections: returns the tensor name and the dimensions of each projection of a gated delta rule, by our names.
+    `projections` returns the tensor and dimensions of each projection of a gated delta rule, by our names.
     """
     return family.llama_sources(
         model,

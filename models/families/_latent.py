@@ -7,7 +7,7 @@ from models.mixers.latent_attention import LatentAttention
 
 
 def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
-    """Returns the source of each parameter of a layer's latent attention, by our names."""
+    """Returns the sources of a layer's latent attention, by our names."""
     del model
     part = kind.mixers[0]
     assert isinstance(part, LatentAttention)

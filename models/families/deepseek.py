@@ -53,7 +53,6 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Raises UserError if values do not fit one another; messages have the names of keys in the file."""
     heads, keys, rotary = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "qk_rope_head_dim"))
     if keys not in (None, heads):
         raise UserError(
@@ -100,7 +99,7 @@ def _feed_forward(part: Part | None) -> Sources:
 
 
 def _later(config: Config) -> Collection[str]:
-    """Returns patterns of names of tensors: those of layers that predict later tokens, which follow the others."""
+    """Returns patterns of tensors of the layers that predict later tokens, which follow the others."""
     first = config["num_hidden_layers"]
     return [f"*layers.{layer}.*" for layer in range(first, first + config[_LATER])]
 

@@ -1,8 +1,7 @@
-"""Gemma 4 (Gemma team 2026), such as 12B, 31B and 26B-A4B; of models with images or sound, the language model.
+"""Gemma 4 (Gemma team 2026); of models with images or sound, the language model.
 
-Layers with full attention have heads of another size, and may take their values from their keys. In 26B-A4B, experts
-stand beside the dense feed-forward of each layer. In E2B and E4B, each layer has an input of its own, and the last
-layers use the keys and values of earlier ones; in E2B, their feed-forward is twice as wide.
+In 26B-A4B, experts stand beside the dense feed-forward of each layer. In E2B and E4B, each layer has an input of its
+own, and the last layers use the keys and values of earlier ones.
 """
 
 import dataclasses
@@ -70,10 +69,6 @@ def _inputs(config: Config) -> LayerInputs | None:
 
 
 def _parts(config: Config, types: list[str], mixers: list[Attention]) -> dict[str, Any]:
-    """Returns the fields for mixers and feed-forwards; the last layers may use the keys of earlier ones.
-
-    Raises UserError if such a layer comes after none of its type with keys of its own, or layers also have experts.
-    """
     if not config[_SHARED]:
         return {
             "mixer": family.repeated(mixers),
@@ -113,11 +108,6 @@ def _experts(config: Config) -> Experts:
 
 
 def _heads_of_full(config: Config, types: list[str]) -> tuple[int, int]:
-    """Returns the width of the heads of layers with full attention, and the number of their key/value heads.
-
-    Raises UserError if `per_layer_config` is not the same for all of them or has other layers, the width is odd, or the
-    numbers of heads do not divide.
-    """
     width, heads = (config[key] for key in _OF_LAYER)
     if (given := config[_BY_LAYER]) is None:
         width, heads = config[_WIDTH], (config[_HEADS] if config[_SAME] else None) or heads
@@ -203,7 +193,6 @@ def _sources(model: DecoderConfig) -> Sources:
 
 
 def _ignored(config: Config) -> list[str]:
-    """Returns patterns of tensors that are not read: those outside the language model, and keys that no layer uses."""
     found = ["*embed_vision.*", "*embed_audio.*", "*audio_tower.*", "*vision_embedder.*"]
     layers = config["num_hidden_layers"]
     for layer in range(layers - config[_SHARED], layers):
@@ -212,7 +201,6 @@ def _ignored(config: Config) -> list[str]:
 
 
 def _feed_forward(part: Part | None) -> Sources:
-    """Returns the sources of a feed-forward; with experts, one tensor has the gates and up matrices of all."""
     if not isinstance(part, Experts):
         return family.mlp_sources(part)
     experts, router = "layers.{}.experts.", "layers.{}.router."

@@ -59,7 +59,6 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _feed_forward(part: Part | None) -> Sources:
-    """Returns the sources of experts: a tensor has all of a layer; columns of gate and up alternate in one tensor."""
     del part
     router, experts = "layers.{}.mlp.router.", "layers.{}.mlp.experts."
     found = {

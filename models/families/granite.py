@@ -11,12 +11,7 @@ MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multipl
 
 
 def multiplied(config: Config, *, rotary_fraction: float = 1.0) -> dict[str, Any]:
-    """Returns the fields of a decoder that the multipliers describe.
-
-    Args:
-      config: the configuration, with the values of absent keys.
-      rotary_fraction: part of the dimensions of a head that is rotated.
-    """
+    """Returns the fields of a decoder that the multipliers describe."""
     embedding, scores, residual, logits = (float(config[name]) for name in MULTIPLIERS)
     return {
         "scaled_embedding": False if embedding == 1 else embedding,

@@ -1,7 +1,4 @@
-"""Granite 4 (IBM 2025), dense: Granite 3 with gate and up in one tensor, with or without a rotary embedding.
-
-transformers keeps them in the classes of models that also have Mamba-2 layers and experts, which are not supported.
-"""
+"""Granite 4 (IBM 2025), dense: Granite 3 with gate and up in one tensor, with or without a rotary embedding."""
 
 import functools
 from typing import Any

@@ -72,7 +72,6 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _attention(model: DecoderConfig, kind: LayerKind) -> Sources:
-    """Returns the sources of attention; queries, keys and values are successive heads in one tensor."""
     del kind
     name, h, n = "layers.{}.self_attn.qkv_proj.weight", model.num_heads, model.num_kv_heads
     return {

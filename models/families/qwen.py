@@ -32,13 +32,7 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
 
 
 def _layers_with_experts(config: Config) -> list[bool]:
-    """Returns whether each layer has experts.
-
-    Layer l, from 0, has experts if decoder_sparse_step divides l + 1 and mlp_only_layers does not list it.
-
-    Raises:
-      UserError: no layer has experts.
-    """
+    """Returns whether each layer l has experts: decoder_sparse_step divides l + 1, and mlp_only_layers lacks l."""
     layers, step, listed = config["num_hidden_layers"], config["decoder_sparse_step"], config["mlp_only_layers"] or []
     kinds = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
     if not any(kinds):

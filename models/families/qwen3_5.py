@@ -30,7 +30,6 @@ def _write_moe(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _apart(part: GatedDelta) -> dict[str, tuple[str, str]]:
-    """Returns names and dimensions of the projections' tensors; one has queries, keys and values in succession."""
     keys, values = part.key_heads * part.key_dim, part.value_heads * part.value_dim
     return {
         "delta_query": ("in_proj_qkv", f"(heads head_dim)+{keys + values} embed"),
@@ -43,7 +42,6 @@ def _apart(part: GatedDelta) -> dict[str, tuple[str, str]]:
 
 
 def _sources_moe(model: DecoderConfig) -> Sources:
-    """Returns sources with one tensor for all experts of a layer, in which each gate is followed by its up matrix."""
     found = _delta.sources(model, projections=_apart)
     dims = {"gate": "expert (0/2 mlp) embed", "up": "expert (1/2 mlp) embed", "down": "expert embed mlp"}
     for path, source in found.items():

@@ -35,13 +35,7 @@ _EXPERTS = {
 def decoder(config: Config, *, without_effect: Collection[str] = (), **other: Any) -> dict[str, Any]:
     """Returns the fields of a decoder whose layers have the delta rule or attention, and `other`.
 
-    Args:
-      config: the configuration, with the values of absent keys.
-      without_effect: keys of the rotary embedding that change nothing.
-      **other: other fields.
-
-    Raises:
-      UserError: the configuration has values that do not fit together or are not supported.
+    `without_effect` are keys of the rotary embedding that change nothing.
     """
     layers, heads = config["num_hidden_layers"], config["linear_num_key_heads"]
     if config["linear_num_value_heads"] % heads:
@@ -65,9 +59,6 @@ def experts(config: Config, *, normalized: bool) -> Experts:
     """Returns the experts that a configuration describes, with a shared one.
 
     `normalized`: whether the weights of a token's experts are divided by their sum.
-
-    Raises:
-      UserError: a token would have more experts than there are.
     """
     family.choices(config, "num_experts")
     sizes = {ours: config[key] for key, ours in _EXPERTS.items()}
@@ -82,7 +73,7 @@ def _read(config: Config) -> dict[str, Any]:
 
 
 def written(model: DecoderConfig, **others: Any) -> dict[str, Any]:
-    """Returns a model's entries of `config.json`: its two kinds of layers, its experts if any, and `others`."""
+    """Returns a model's entries of `config.json`, and `others`."""
     kinds = [model.layer_kind(layer) for layer in range(model.num_layers)]
     deltas = [part for kind in kinds for part in kind.mixers if isinstance(part, GatedDelta)]
     types = [LINEAR if isinstance(kind.mixers[0], GatedDelta) else FULL for kind in kinds]
@@ -103,7 +94,6 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
 
 
 def _joined(part: GatedDelta) -> dict[str, tuple[str, str]]:
-    """Returns names and dimensions of the projections' tensors, which have several projections for each key head."""
     k, v, g = part.key_dim, part.value_heads // part.key_heads * part.value_dim, part.value_heads // part.key_heads
     return {
         "delta_query": ("in_proj_qkvz", f"(heads head_dim+{k + 2 * v}) embed"),

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama without rotary embedding in every fourth layer."""
+"""SmolLM3 (Hugging Face 2025): Llama without rotary embedding in some layers."""
 
 from typing import Any
 

@@ -1,13 +1,9 @@
 """Causal attention within segments: a plain implementation for any device, and kernels for TPUs and GPUs.
 
 All compute softmax(Q K^T / sqrt(K)) V over the positions at or before a query in the same segment; `Scores` can change
-the scale, bound scores, and limit them to a window. The plain implementation is the reference, and materializes
-[B, H, T, T] scores. The kernels do not: splash on TPUs, a Pallas kernel that comes with JAX, and cuDNN on GPUs, for the
-cases that it supports (`cudnn_attention`). They run inside a `shard_map` over rows and heads, splash also over query
-positions, because XLA cannot partition a kernel. If positions are sharded, queries stay on their chips, and keys and
-values are gathered. If the activation table also shards `kv_length`, keys and values travel around a ring of chips
-instead (`ring_attention`), except with a window, which excludes most keys of a ring. A sink is a learned score of a
-query head without a value: it only takes a share of the softmax.
+the scale, bound scores, and limit them to a window. The kernels (splash on TPUs, cuDNN on GPUs) run inside a
+`shard_map`, because XLA cannot partition them. If positions are sharded, keys and values are gathered, or travel around
+a ring of chips (`ring_attention`). A sink is a learned score of a query head without a value.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
@@ -53,27 +49,19 @@ def attend(
     sinks: jax.Array | None = None,
     tiles: Tiles = _DEFAULT_TILES,
 ) -> jax.Array:
-    """Computes causal attention within segments.
+    """Computes causal attention within segments, [B, T, H, K].
 
     Args:
-      q: queries [B, T, H, K].
-      k: keys [B, T, N, K]; key head n serves query heads n G to n G + G - 1.
-      v: values [B, T, N, K]; their heads may have another size than K, which the result then has.
+      q, k, v: [B, T, H, K], [B, T, N, K], [B, T, N, K]; the heads of v, and of the result, may have another size.
       segment_ids: [B, T] int32.
-      scores: scale, bound and window of scores.
-      choice: "plain"; "splash"; "cudnn"; "auto": splash on TPUs if its tiles fit, cuDNN on GPUs if it can compute this,
-        otherwise plain; "none": positions are not mixed, each keeps its own value (a control for experiments).
-      arranged: whether positions are in the order of the ring (`ring_attention.arrange`), if there is one.
-      prefix: which positions attend in both directions, and biases of keys; None: attention is causal.
-      sinks: [H] float32, the sinks of query heads; None: there are none.
-      tiles: tiles of the splash kernel.
-
-    Returns:
-      [B, T, H, K].
+      choice: "plain"; "splash"; "cudnn"; "auto": a kernel if one can compute this, otherwise plain; "none": each
+        position keeps its own value (a control for experiments).
+      arranged: whether positions are in the order of the ring, if there is one.
+      prefix: which positions attend in both directions; None: none.
+      sinks: [H] float32; None: none.
 
     Raises:
-      UserError: the kernel that is chosen cannot compute this; the ring cannot, because positions do not divide or
-        there is a prefix; or key biases are given with a softcap.
+      UserError: the chosen kernel or the ring cannot compute this, or key biases are given with a softcap.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
@@ -100,7 +88,6 @@ def attend(
 def _computed(
     choice: str, operands: tuple[Any, ...], scores: Scores, *, order: np.ndarray | None, tiles: Tiles
 ) -> jax.Array:
-    """Computes attention of `operands`, the first arguments of `plain`, by `choice`; "auto": as the platform allows."""
     q, *_, prefix, sinks = operands
     by_products = functools.partial(plain, scores=scores, order=order)
     by_kernel = functools.partial(splash_attention, scores=scores, order=order, tiles=tiles)
@@ -128,15 +115,12 @@ def on_gpus(
     *,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
-    """Runs cuDNN's kernel on the rows and heads of each device, which has whole rows; shapes as in `attend`.
+    """Runs cuDNN's kernel on the rows and heads of each device.
 
     Args:
-      q, k, v: queries [B, T, H, K], keys and values [B, S, N, K].
-      segment_ids, kv_segment_ids: segments of queries [B, T] and of keys [B, S].
-      prefix: as in `attend`, without key biases.
-      sinks: None, because JAX passes no sinks to cuDNN.
-      scores: how scores are scaled and bounded.
-      implementation: the implementation of `jax.nn.dot_product_attention`.
+      q, k, v, segment_ids, kv_segment_ids, scores: as in `plain`.
+      prefix: without key biases.
+      implementation: of `jax.nn.dot_product_attention`.
     """
     assert sinks is None
     form = functools.partial(cudnn_attention.attend, scores=scores, implementation=implementation)
@@ -155,7 +139,6 @@ def on_gpus(
 
 
 def _gathered_from_ring(x: jax.Array) -> jax.Array:
-    """Gathers keys, values or segments [B, T, ...] to whole rows, in the order of the row."""
     names = ("batch", None, "kv_heads", "head_dim")[: x.ndim]
     return ring_attention.arrange(logical.constrain(x, *names), *names, back=True)
 
@@ -172,7 +155,6 @@ def _around_ring(
     tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention of rows in the order of the ring; arguments as in `attend` and `splash_attention`."""
     ring_attention.order(q.shape[1])  # raises UserError if positions do not divide
     q = scaled(q, scores.factor(q.shape[-1]))
     k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length")
@@ -207,15 +189,12 @@ def plain(
     *,
     order: np.ndarray | None = None,
 ) -> jax.Array:
-    """Computes attention with scores and softmax in float32: the reference.
+    """Computes attention with scores and softmax in float32, [B, T, H, K]: the reference.
 
     Args:
-      q, k, v, segment_ids, prefix, sinks, scores: as in `attend`.
-      kv_segment_ids: segment ids of the keys; None: those of the queries.
-      order: [T], the positions of the queries; None: those of the row in order, as keys always have them.
-
-    Returns:
-      [B, T, H, K].
+      q, k, v, segment_ids, prefix, sinks: as in `attend`.
+      kv_segment_ids: of the keys; None: those of the queries.
+      order: [T], the positions of the queries; None: in order.
     """
     length = q.shape[1]
 
@@ -254,7 +233,7 @@ def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array, sinks: jax.Array
 
 
 def _as_scores(sinks: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns sinks [H] as scores of one more key, [B, N, G, T, 1], for scores like `like` [B, N, G, T, S]."""
+    """Returns sinks [H] as scores of one more key, [B, N, G, T, 1]."""
     batch, groups, each, length, _ = like.shape
     return jnp.broadcast_to(sinks.reshape(1, groups, each, 1, 1), (batch, groups, each, length, 1))
 
@@ -271,19 +250,14 @@ def cached(
     choice: str = "auto",
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, KeysAndValues]:
-    """Computes causal attention of new ids, in slots from `start` on, to themselves and to earlier slots of a KV cache.
+    """Computes causal attention of new ids to themselves and to earlier slots; returns [B, T, H, K] and the cache.
 
     Args:
-      q, k, v: queries [B, T, H, K], and keys and values [B, T, N, K], of T new slots.
-      before: keys and values of the slots before `start`, each [B, N, R, K].
-      start: the slot of the first new id, [] int32.
-      padding: [B] int32, the number of empty slots at the beginning of each row.
-      scores: as in `attend`.
-      choice: "none": positions are not mixed; all other choices give the same computation.
-      sinks: as in `attend`.
-
-    Returns:
-      [B, T, H, K], and the cache with the new keys and values, or as it was if the choice is "none".
+      q, k, v: [B, T, H, K], [B, T, N, K], [B, T, N, K], of T new slots.
+      before: keys and values of earlier slots, each [B, N, R, K].
+      start: the first new slot, [] int32.
+      padding: [B] int32, empty slots at the beginning of each row.
+      choice: "none": the new values are returned, and the cache stays as it is.
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2]), before
@@ -300,16 +274,12 @@ def of_cache(
     *,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes causal attention of T new ids, in slots from `start` on, to these and to earlier slots.
+    """Computes causal attention of T new ids to these and to earlier slots, [B, T, H, K].
 
     Args:
-      q: queries [B, T, H, K].
+      q: [B, T, H, K].
       seen: from `kv_cache.extended`, with the window of `scores`.
-      start, padding, sinks: as in `cached`.
-      scores: as in `attend`.
-
-    Returns:
-      [B, T, H, K].
+      start, padding: as in `cached`.
     """
     entries, length = seen.keys.shape[2], q.shape[1]
     if scores.window is not None and entries < scores.window:  # the row is shorter than the window
@@ -342,17 +312,7 @@ def _mixed_at_once(
     *,
     scores: Scores,
 ) -> jax.Array:
-    """Computes the attention of slots from `start` on to the entries of a cache, with all scores at once.
-
-    Args:
-      q: [B, T, H, K].
-      seen: the entries, each [B, N, S, K].
-      slots: the slot of each entry, [S]; negative if the entry is empty.
-      start, padding, sinks, scores: as in `cached`.
-
-    Returns:
-      [B, T, H, K].
-    """
+    """Returns [B, T, H, K]: attention to entries [B, N, S, K], which have `slots` [S] (negative: empty entry)."""
     keys, values = (jnp.swapaxes(a, 1, 2) for a in seen)
     visible = _visible(slots, start, padding, length=q.shape[1], window=scores.window)
     return _mixed(_computed_scores(q, keys, scores), visible, values, sinks)
@@ -368,12 +328,7 @@ def _mixed_by_blocks(
     *,
     scores: Scores,
 ) -> jax.Array:
-    """Computes the same as `_mixed_at_once` block by block, and skips empty blocks.
-
-    The sums of a query are relative to its largest score so far, and are scaled down when a block has a larger one (Dao
-    et al. 2022, FlashAttention, algorithm 1). On CPUs this is faster for long prompts; for TPUs the compiler estimates
-    the opposite.
-    """
+    """Computes the same block by block, as FlashAttention (Dao et al. 2022, algorithm 1)."""
     (batch, length, heads, head_dim), (_, groups, entries, _) = q.shape, seen.keys.shape
     block = min(BLOCK, entries)
     # Without a window, empty entries are the last ones; with a window they are few.
@@ -422,14 +377,12 @@ def splash_attention(
     tiles: Tiles = _DEFAULT_TILES,
     interpret: bool = False,
 ) -> jax.Array:
-    """Runs the splash kernel on the rows, heads and query positions of each chip; shapes as in `attend`.
+    """Runs the splash kernel on the rows, heads and query positions of each chip.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, prefix, sinks, scores, order: as in `plain`; each chip has keys and values
-        of all positions.
-      masks: a mask for every head, instead of the causal or window mask; (): none.
-      tiles: upper limits of the tiles.
-      interpret: whether to run the kernel in Pallas's interpreter, on any device.
+      q, k, v, segment_ids, kv_segment_ids, prefix, sinks, order: as in `plain`.
+      masks: a mask for every head; (): the causal or window mask.
+      interpret: whether to use Pallas's interpreter.
     """
     q = scaled(q, scores.factor(q.shape[-1]))
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
@@ -471,11 +424,7 @@ def splash_attention(
 def _matching_heads(
     q: jax.Array, k: jax.Array, v: jax.Array, *, positions: str | None
 ) -> tuple[jax.Array, jax.Array, tuple[PartitionSpec, PartitionSpec]]:
-    """Returns keys and values, repeated if their heads are sharded differently from query heads, and the two specs.
-
-    The specs are those of q, and of keys and values, whose positions have the logical axis `positions` (None: they are
-    not sharded).
-    """
+    """Returns keys and values, repeated if their heads are sharded unlike query heads, and the two specs."""
     q_spec = logical.activation_spec("batch", "length", "heads", "head_dim")
     kv_spec = logical.activation_spec("batch", positions, "kv_heads", "head_dim")
     assert q_spec is not None
@@ -499,7 +448,6 @@ def _kernel(
     length_shards: int = 1,
     head_shards: int = 1,
 ):
-    """Returns the kernel for all `length` positions of a row, which is sharded over chips like its queries."""
     shape = (length, length)
     mask: Any
     if prefix:
@@ -531,8 +479,6 @@ def _attend_locally(
     queries: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Runs the kernel on the arrays of one chip; `queries` are positions for `prefixes.PrefixMask`."""
-
     def one_row(queries: jax.Array | None, *operands: Any) -> jax.Array:
         of_heads = None if sinks is None else derivatives.with_float32_gradient(sinks)  # the kernel's has q's dtype
         return (kernel if queries is None else prefixes.with_sequence(kernel, queries))(*operands, of_heads)
@@ -573,7 +519,6 @@ def fits_tiles(length: int) -> bool:
 
 
 def _tile_unit() -> int:
-    """Returns the number that must divide the length of a row for the kernel's tiles to fit."""
     chunks = 2 if ring_attention.shards() > 1 else 1  # chunks of a row on each chip
     return ring_attention.length_shards() * chunks * LANES
 

@@ -1,6 +1,6 @@
-"""Compares the attention kernel with the plain implementation, forward and backward, on the first chip of this host.
+"""Compares the splash kernel with the plain implementation on the first chip of this host.
 
-If that is not a TPU, the kernel runs in Pallas's interpreter, which tests its definition but not its compilation.
+If that is not a TPU, the kernel runs in Pallas's interpreter.
 """
 
 import functools
@@ -22,11 +22,9 @@ INTERPRETED = {"bfloat16": 0.04, "float32": 2e-5}
 def compare(*, dtype: str, interpret: bool) -> dict[str, Any]:
     """Compares the kernel with the plain implementation in one dtype, "float32" or "bfloat16".
 
-    If `interpret`, the kernel runs in Pallas's interpreter, on shorter rows.
-
     Returns:
-      {dtype, apart, tolerance}: `apart` has the largest differences of the output and of each gradient, relative to
-      the largest element.
+      {dtype, apart, tolerance}; apart: the largest differences of the output and of gradients, relative to the largest
+        element.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     length = INTERPRETED_LENGTH if interpret else LENGTH
@@ -49,8 +47,7 @@ def look() -> dict[str, Any]:
     """Compares the splash kernel with plain attention in float32 and bfloat16.
 
     Returns:
-      {platform, kernel, compared, ok}: where and how the kernel ran, the differences, and whether all are within
-        tolerance.
+      {platform, kernel, compared, ok}; ok: whether all differences are within tolerance.
     """
     device = jax.local_devices()[0]
     interpret = device.platform != "tpu"

@@ -1,9 +1,6 @@
 """cuDNN's flash attention for NVIDIA GPUs, through `jax.nn.dot_product_attention`. No GPU has run it yet.
 
-Causal attention and windows are flags of cuDNN's kernel, which then skips keys that no query sees. Segments and
-prefixes become a mask, which JAX passes as a bias [B, 1, T, T] in the dtype of the queries: it needs T^2 entries per
-row, but not per head as plain scores do. If the kernel cannot compute an attention (`problem` says why), attention =
-'auto' uses plain products.
+Segments and prefixes become a mask, which JAX passes as a bias [B, 1, T, T].
 """
 
 from typing import Literal
@@ -35,9 +32,8 @@ def problem(
 
     Args:
       length: positions per row.
-      head_dim, dtype: width and dtype of queries, keys and values.
-      softcap, prefix: as in `models.decoder.attention.attention.attend`.
-      has_sinks: whether there are sinks.
+      softcap: as in `models.decoder.attention.scores.Scores`.
+      prefix: as in `models.decoder.attention.attention.attend`.
     """
     if jax_internals.cudnn_version() is None:
         return "JAX has found no cuDNN"
@@ -67,13 +63,10 @@ def check(
     prefix: Prefix | None,
     has_sinks: bool = False,
 ) -> None:
-    """Checks that cuDNN can compute an attention with the strategy's sharding tables.
+    """Raises UserError, with the reason, if cuDNN cannot compute an attention.
 
     Args:
       length, head_dim, dtype, softcap, prefix, has_sinks: as in `problem`.
-
-    Raises:
-      UserError: it cannot; the message has the reason.
     """
     if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix, has_sinks=has_sinks):
         raise UserError(f"attention = 'cudnn': {reason}; attention = 'auto' uses plain products where cuDNN cannot")
@@ -90,12 +83,12 @@ def attend(
     scores: Scores,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
-    """Computes attention of whole rows; arguments and result as in `models.decoder.attention.attention.plain`.
+    """Computes attention of whole rows.
 
     Args:
-      q, k, v, segment_ids, kv_segment_ids, scores: as in `plain`.
-      until: [B, T], the field of a prefix (`models.decoder.prefix.Prefix`); None: attention is causal.
-      implementation: "xla" computes the same call without cuDNN, on any device.
+      q, k, v, segment_ids, kv_segment_ids: as in `models.decoder.attention.attention.plain`.
+      until: [B, T], of a `models.decoder.prefix.Prefix`; None: attention is causal.
+      implementation: "xla": without cuDNN, on any device.
     """
     seen = segment_ids[:, :, None] == kv_segment_ids[:, None, :]  # [B, T, S]
     if until is not None:

@@ -1,7 +1,6 @@
 """The KV cache of attention: the keys and values of earlier slots.
 
-A cache of R entries has slot s in entry s mod R. Without a window it has an entry for every slot. With a window, R may
-be as small as the window, and new entries replace the oldest.
+A cache of R entries has slot s in entry s mod R. With a window, new entries may replace the oldest.
 
 B batch, T new slots, N key/value heads, K head_dim, R entries.
 """
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 
 class KeysAndValues(NamedTuple):
-    """Keys and values of one layer: [B, N, R, K] each in a KV cache of R entries, [B, T, N, K] for complete rows."""
+    """Keys and values of one layer: [B, N, R, K] each in a KV cache, [B, T, N, K] for complete rows."""
 
     keys: jax.Array
     values: jax.Array
@@ -22,17 +21,13 @@ class KeysAndValues(NamedTuple):
 def extended(
     k: jax.Array, v: jax.Array, before: KeysAndValues, start: jax.Array, *, window: int | None
 ) -> tuple[KeysAndValues, KeysAndValues]:
-    """Adds new keys and values to a KV cache.
+    """Adds keys and values to a KV cache; returns the S entries that new queries may see, [B, N, S, K], and the cache.
 
     Args:
-      k, v: keys and values [B, T, N, K] of T new slots.
-      before: keys and values of earlier slots, each [B, N, R, K].
+      k, v: [B, T, N, K], of T new slots.
+      before: those of earlier slots, each [B, N, R, K].
       start: the first new slot, [] int32.
-      window: the number of positions that a query attends to; None: all up to its own.
-
-    Returns:
-      The entries that queries of the new slots attend to, each [B, N, S, K] (S entries), and the cache with the new
-      entries. Both are the same, unless new entries may replace some that the first of several queries needs.
+      window: number of positions that a query attends to; None: all up to its own.
     """
     pairs = [(old, jnp.swapaxes(new, 1, 2)) for old, new in zip(before, (k, v), strict=True)]
     after = KeysAndValues(*(_stored(*pair, start, wraps=_wraps(before, window)) for pair in pairs))
@@ -42,39 +37,28 @@ def extended(
 
 
 def unseen(before: KeysAndValues, length: int, *, window: int | None) -> KeysAndValues:
-    """Returns arrays in the shapes that `extended` returns for `length` new slots; what they hold has no meaning."""
+    """Returns placeholders in the shapes that `extended` returns for `length` new slots."""
     if not _replaces(before, length, window):
         return before
     return KeysAndValues(*(jnp.pad(old, ((0, 0), (0, 0), (0, length), (0, 0))) for old in before))
 
 
 def _wraps(before: KeysAndValues, window: int | None) -> bool:
-    """Returns whether new slots may wrap around to the first entry; not if the row is shorter than the window."""
     return window is not None and before.keys.shape[2] >= window
 
 
 def _replaces(before: KeysAndValues, length: int, window: int | None) -> bool:
-    """Returns whether new entries may replace some that the first of the new slots' queries needs."""
+    """Returns whether new entries may replace some that the first new query needs."""
     return _wraps(before, window) and length > 1
 
 
 def held(entries: int, end: jax.Array) -> jax.Array:
-    """Returns the slot in each of R = `entries` entries, [R], once all slots before `end` are stored.
-
-    It is negative for empty entries.
-    """
+    """Returns the slot in each entry, [R], once all slots before `end` are stored; negative for empty entries."""
     return end - 1 - (end - 1 - jnp.arange(entries)) % entries
 
 
 def _stored(before: jax.Array, new: jax.Array, start: jax.Array, *, wraps: bool) -> jax.Array:
-    """Stores new keys or values [B, N, T, K] of the slots from `start` on in a cache [B, N, R, K].
-
-    Args:
-      before: the cache.
-      new: the new keys or values.
-      start: the first new slot, [].
-      wraps: whether the new slots may wrap around to the first entry.
-    """
+    """Stores new keys or values [B, N, T, K] of slots from `start` on in a cache [B, N, R, K]."""
     entries, length = before.shape[2], new.shape[2]
     if not wraps or length == 1:
         return jax.lax.dynamic_update_slice_in_dim(before, new, start % entries, axis=2)

@@ -2,25 +2,20 @@
 
 This is ring attention (Liu et al. 2023) with positions in zig-zag order: a row is divided into 2 S chunks for S chips,
 and chip i has an early chunk i and a late chunk 2 S - 1 - i. In the order of the row, the last chip would have nearly
-twice the mean work, because its queries attend to all positions, and the others would wait for it.
+twice the mean work.
 
     chip:    0    1    2    3        S = 4
     chunks:  0 7  1 6  2 5  3 4
 
-First, every chip attends causally to its own chunks. Then keys and values move to the next chip, S - 1 times. When
-chip i receives the two chunks of chip j, the early keys are all before its late queries. Of the other three pairs of
-chunks exactly one is visible: early queries with early keys if j < i, otherwise late queries with late keys. So in each
-step every chip computes two full pairs of chunks, masked only by segments.
+First, every chip attends causally to its own chunks. Then keys and values move to the next chip, S - 1 times. When chip
+i receives the two chunks of chip j, the early keys are all before its late queries. Of the other three pairs, exactly
+one is visible: early queries with early keys if j < i, otherwise late queries with late keys.
 
 A pair gives a mean of values and the log of its normalizer; means are added with weights from these logs (Dao et al.
-2022, FlashAttention). In the backward pass keys and values move around the ring again together with their gradients,
-which a last move returns to their chips. Sinks are added at the end, as a pair whose value is 0. Pairs are computed by
-the splash kernel or by plain products.
-
-Inside the ring arrays have heads before positions, as the kernel needs them.
+2022, FlashAttention). In the backward pass, gradients of keys and values move around the ring with them.
 
 B batch, H query heads, N key/value heads, G = H / N, T positions (of a row, a chip or a chunk), S positions of keys, K
-head_dim.
+head_dim. Inside the ring, arrays have heads before positions.
 """
 
 import dataclasses
@@ -44,13 +39,13 @@ _HIDDEN = -1e30
 
 
 def shards() -> int:
-    """Returns the number of chips over which keys and values are sharded by position; 1 without a ring."""
+    """Returns the number of chips over which keys are sharded by position; 1 without a ring."""
     spec = logical.activation_spec("kv_length")
     return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
 
 
 def length_shards() -> int:
-    """Returns the number of chips over which queries are sharded by position; 1 if they are not."""
+    """Returns the number of chips over which queries are sharded by position."""
     spec = logical.activation_spec("length")
     return 1 if spec is None else logical.shards(spec[0], jax.sharding.get_abstract_mesh().shape)
 
@@ -59,7 +54,7 @@ def order(length: int) -> np.ndarray:
     """Returns the positions [T] of a row in the order in which the chips have them.
 
     Raises:
-      UserError: they do not divide into two chunks per chip, or the positions of queries are sharded differently.
+      UserError: they do not divide into chunks, or queries are sharded differently from keys.
     """
     count = shards()
     if length % (2 * count):
@@ -79,21 +74,11 @@ def order(length: int) -> np.ndarray:
 
 
 def _chunks(count: int) -> list[int]:
-    """Returns the chunks of a row in the order in which the chips have them."""
     return [chunk for i in range(count) for chunk in (i, 2 * count - 1 - i)]
 
 
 def arrange(x: jax.Array, *names: str | None, back: bool = False) -> jax.Array:
-    """Returns x [B, T, ...] with the positions of rows in the order of the ring; unchanged without a ring.
-
-    Args:
-      x: the array.
-      *names: its logical axes.
-      back: whether to change from the order of the ring to that of the row instead.
-
-    Raises:
-      UserError: as `order`.
-    """
+    """Returns x [B, T, ...] in the order of the ring, or with `back` in that of the row; unchanged without a ring."""
     count = shards()
     if count == 1:
         return x
@@ -134,7 +119,7 @@ class Pairs:
       name: checkpoint name of the result.
       softcap: as in `scores.Scores`.
       tiles: tiles of the kernel; None: plain products.
-      interpret: whether to run the kernel in Pallas's interpreter.
+      interpret: whether to use Pallas's interpreter.
     """
 
     axes: tuple[str, ...]
@@ -156,11 +141,10 @@ class Pairs:
         return Mixed(means.astype(jnp.float32), log_total)
 
     def backward(self, q: Queries, kv: Keys, of: Mixed, d_means: jax.Array, *, causal: bool = False) -> tuple:
-        """Returns the gradients with respect to queries, keys and values that pass through this pair.
+        """Returns the gradients of queries, keys and values that pass through this pair.
 
         Args:
-          q, kv, causal: as in `forward`.
-          of: the attention of these queries to all keys, including those of other chunks.
+          of: the attention of these queries to the keys of all chunks.
           d_means: the gradient of `of.means`.
         """
         if self.tiles is None:
@@ -210,7 +194,6 @@ class Pairs:
 
 
 def _scope(*, causal: bool) -> str:
-    """Returns a name by which `parallel.planning.cost` recognizes whether kernels compute all scores."""
     return "causal_pair" if causal else "full_pair"
 
 
@@ -234,18 +217,14 @@ def attend(
     pairs: Pairs,
     specs: tuple[PartitionSpec, ...],
 ) -> jax.Array:
-    """Computes attention of rows whose positions are in the order of the ring, two chunks on each chip.
+    """Computes attention [B, T, H, K] of rows in the order of the ring.
 
     Args:
       q: scaled queries [B, T, H, K].
-      k, v: keys and values [B, T, N, K].
+      k, v: [B, T, N, K].
       segment_ids: [B, T].
       sinks: [H] float32, or None.
-      pairs: computes pairs of chunks.
-      specs: specs, over automatic mesh axes, of q, of k and v, and of segment_ids.
-
-    Returns:
-      [B, T, H, K].
+      specs: over automatic mesh axes, of q, of k and v, and of segment_ids.
     """
     by_heads, by_keys, by_rows = specs
     return jax.shard_map(
@@ -335,7 +314,6 @@ _around.defvjp(_forward, _backward)
 
 
 def _of_sinks(sinks: jax.Array | None, mixed: Mixed, d_means: jax.Array) -> jax.Array | None:
-    """Returns the gradient of sinks [H], from the result with sinks and the gradient of its means; None without any."""
     if sinks is None:
         return None
     along = jnp.sum(mixed.means.astype(jnp.float32) * d_means.astype(jnp.float32), axis=-1)  # [B, H, T]
@@ -343,12 +321,10 @@ def _of_sinks(sinks: jax.Array | None, mixed: Mixed, d_means: jax.Array) -> jax.
 
 
 def _is_early(pairs: Pairs, step: jax.Array | int) -> jax.Array:
-    """Returns whether this step's keys come from an earlier chip, so that early queries see early keys."""
     return jax.lax.axis_index(pairs.axes) >= step
 
 
 def _sent(pairs: Pairs, tree: Any) -> Any:
-    """Sends arrays to the next chip."""
     count = jax.lax.axis_size(pairs.axes)
     ring = [(i, (i + 1) % count) for i in range(count)]
     return jax.tree.map(lambda a: jax.lax.ppermute(a, pairs.axes, ring), tree)
@@ -365,7 +341,7 @@ def _joined(early: Any, late: Any) -> Any:
 
 
 def _two_pairs(is_early: jax.Array, q: tuple[Queries, Queries], kv: tuple[Keys, Keys]) -> tuple[Queries, Keys]:
-    """Returns the two visible pairs of chunks as rows: late queries with early keys; both early or both late."""
+    """Returns two pairs as rows: late queries with early keys; both early or both late."""
     return _of_queries(is_early, q), _stacked(kv[0], _where(is_early, *kv))
 
 
@@ -382,13 +358,11 @@ def _stacked(one: Any, other: Any) -> Any:
 
 
 def _rows_apart(tree: Any) -> tuple[Any, Any]:
-    """Divides the first dimension of arrays into two halves, which `_stacked` has joined."""
     rows = jax.tree.leaves(tree)[0].shape[0] // 2
     return jax.tree.map(lambda a: a[:rows], tree), jax.tree.map(lambda a: a[rows:], tree)
 
 
 def _only(is_early: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (x, 0) if the early chunk is meant, otherwise (0, x) for the late one."""
     return jnp.where(is_early, x, 0), jnp.where(is_early, 0, x)
 
 
@@ -397,7 +371,6 @@ def _plus(arrived: jax.Array, more: jax.Array) -> jax.Array:
 
 
 def _added(one: Mixed, other: Mixed) -> Mixed:
-    """Combines the attention of the same queries to two sets of keys."""
     total = jnp.logaddexp(one.log_total, other.log_total)
     parts = (each.means * jnp.exp(each.log_total - total)[..., None] for each in (one, other))
     return Mixed(sum(parts), total)  # type: ignore[arg-type]  # a sum that starts at 0

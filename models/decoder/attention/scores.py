@@ -1,4 +1,4 @@
-"""`Scores` says, for all implementations, how attention scores are computed and which window a query attends to."""
+"""How attention scores are computed, for all implementations."""
 
 import dataclasses
 import math
@@ -12,9 +12,9 @@ class Scores:
     """How a layer computes attention scores, and its window.
 
     Attributes:
-      scale: factor that multiplies the products of queries and keys; None: 1 / sqrt(K).
-      softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: they are not bounded.
-      window: number of positions that a query attends to, its own being the last; None: all positions up to its own.
+      scale: factor of the products of queries and keys; None: 1 / sqrt(K).
+      softcap: scores s become softcap tanh(s / softcap) (Gemma 2); None: no bound.
+      window: number of positions that a query attends to, its own being the last; None: all up to its own.
     """
 
     scale: float | None = None

@@ -1,4 +1,4 @@
-"""Sizes of the tiles in which the splash kernel computes attention, which change speed and memory but not results."""
+"""Sizes of the tiles in which the splash kernel computes attention."""
 
 import dataclasses
 from typing import Any
@@ -15,17 +15,11 @@ class Tiles:
     """Upper limits of the splash kernel's tiles.
 
     The kernel uses the largest multiples of 128, up to these limits, that divide a row's positions on a chip (in ring
-    attention, those of a chunk). Larger tiles need more of a chip's vector memory (VMEM), and fewer reads of keys and
-    values from HBM.
+    attention, those of a chunk). Larger tiles need more vector memory (VMEM), and fewer reads from HBM.
 
     Attributes:
-      queries: number of query positions per tile, a multiple of 128.
-      keys: number of key and value positions per tile, a multiple of 128.
-      fused_backward: whether one kernel computes the gradients of queries, keys and values. It computes scores once
-        instead of twice, but stores partial gradients of queries, one per tile of keys, in HBM.
-
-    Raises:
-      UserError: a size is not a multiple of 128, at least 128.
+      queries, keys: positions per tile, multiples of 128.
+      fused_backward: whether one kernel computes all gradients; it stores partial gradients of queries in HBM.
     """
 
     queries: int = 512
@@ -39,7 +33,7 @@ class Tiles:
                 raise UserError(f"Tiles.{name} = {size}: expected a multiple of {LANES}")
 
     def block_sizes(self, length: int) -> splash.BlockSizes:
-        """Returns the tile sizes for `length` positions (a multiple of 128) of queries and keys on a chip."""
+        """Returns the tile sizes for `length` positions (a multiple of 128) on a chip."""
         q, kv = (largest(most, length) for most in (self.queries, self.keys))
         own: dict[str, Any] = {} if self.fused_backward else {"block_q_dq": q, "block_kv_dq": kv}
         return splash.BlockSizes(

@@ -1,11 +1,4 @@
-"""Published families of models: reads and writes their `config.json`.
-
-A family is a choice of fields of `transformer.Transformer`, described by a module of `models/families/`. `fields` reads
-a configuration in the format of published folders (transformers 4 and 5), and `config` writes one. `family_tensors`
-says where parameters are.
-
-docs/reference/published-families.md lists the families.
-"""
+"""Reads and writes the `config.json` of published families, the modules of `models/families/`."""
 
 import functools
 import importlib
@@ -38,15 +31,10 @@ def known() -> Mapping[str, Family]:
 def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
     """Returns the fields of `Transformer` that a `config.json` describes.
 
-    Absent keys have the values that transformers gives them, which differ between families. Sizes must be given.
-
-    Args:
-      config: the content of the file.
-      where: the file, for messages.
+    Absent keys have the values that transformers gives them.
 
     Raises:
-      UserError: the `model_type` is unknown; keys are missing, unknown or have wrong values, of which all are listed;
-        or the decoder lacks a feature.
+      UserError: the file is wrong, or describes a model that the decoder cannot express.
     """
     kind = config.get("model_type")
     if said := of_images(config):
@@ -76,10 +64,7 @@ def fields(config: Config, *, where: str = CONFIG) -> dict[str, Any]:
 
 
 def language_model(family: Family, config: Config) -> Config:
-    """Returns the part of a configuration that describes the language model: all of it, or the `text_config` inside.
-
-    `tie_word_embeddings` may stand outside of `text_config`, too; the result has the value that applies.
-    """
+    """Returns the entries of a configuration that describe the language model, with its `tie_word_embeddings`."""
     if not family.inside:
         return config
     tied = {"tie_word_embeddings": config.get("tie_word_embeddings", family.keys["tie_word_embeddings"])}
@@ -87,16 +72,13 @@ def language_model(family: Family, config: Config) -> Config:
 
 
 def values(family: Family, config: Config) -> dict[str, Any]:
-    """Returns a configuration with its keys under their usual names, and with the usual values of absent keys."""
+    """Returns a configuration with aliases resolved, and absent keys filled in."""
     aliases = {name: config[alias] for alias, name in family.aliases.items() if config.get(alias) is not None}
     return {**family.keys, **config, **aliases}
 
 
 def of_images(config: Config) -> str:
-    """Returns the end of a sentence about a configuration of a vision-language model; "" for other models.
-
-    It says which commands read such a model, and what to give to a command that reads only decoders.
-    """
+    """Returns the end of a sentence about a configuration of a vision-language model; "" for other models."""
     if config.get("model_type") not in WITH_IMAGES:
         return ""
     return (
@@ -107,7 +89,6 @@ def of_images(config: Config) -> str:
 
 
 def _hint(config: Config) -> str:
-    """Returns what a user can do with a configuration of a kind that is not known; "" if there is nothing."""
     inner = text.get("model_type") if isinstance(text := config.get("text_config"), Mapping) else None
     if isinstance(inner, str) and inner in known():
         return (
@@ -120,11 +101,7 @@ def _hint(config: Config) -> str:
 
 
 def read_config(folder: paths.Path) -> dict[str, Any]:
-    """Reads the `config.json` of a folder.
-
-    Raises:
-      UserError: it is missing or malformed.
-    """
+    """Reads the `config.json` of a folder."""
     file = folder / CONFIG
     if not file.exists():
         raise UserError(
@@ -135,7 +112,7 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
 
 
 def family(model: DecoderConfig) -> str:
-    """Returns the `model_type` whose format can express a decoder; of several, the one that fits most closely.
+    """Returns the `model_type` whose format expresses a decoder most closely.
 
     Raises:
       UserError: no family has these fields.
@@ -169,11 +146,7 @@ def family(model: DecoderConfig) -> str:
 
 
 def differences(model: DecoderConfig, config: Config, *, where: str = CONFIG) -> list[str]:
-    """Returns one line for each field in which a decoder differs from a `config.json`; lines call the file `where`.
-
-    Raises:
-      UserError: as `fields`.
-    """
+    """Returns a line for each field in which a decoder differs from a `config.json`, which lines call `where`."""
     published = DecoderConfig(**fields(config, where=where))
     return [
         f"{name} = {theirs!r} in {where}, {ours!r} in the model"

@@ -1,7 +1,6 @@
-"""Describes families of published models, and has the functions that families like Llama share.
+"""Describes families of published models, and has functions that families like Llama share.
 
-A family is a module in `models/families/` with `FAMILIES`: a `Family` for each of its `model_type`s. `families` finds
-the modules by their files, so a family is added without changing another file.
+A family is a module in `models/families/` with `FAMILIES`: a `Family` for each of its `model_type`s.
 """
 
 import dataclasses
@@ -62,27 +61,21 @@ class Family(NamedTuple):
     Attributes:
       title: its name in tables and messages.
       differs: how its models differ from Llama, in a few words.
-      architecture: the class of the library transformers that loads an export.
-      read: returns the fields of the decoder, given the configuration with the values of absent keys.
-      write: returns the entries of `config.json` for a decoder; None: such decoders are exported as another
-        `model_type`.
-      sources: returns the source of each parameter by its path, without the prefix of tensor names.
-      keys: the keys that are read, with the values that transformers gives absent ones; `...` if the key is required.
-        An absent `max_position_embeddings` is None, because rotary embeddings do not limit positions.
+      architecture: the class of transformers that loads an export.
+      read: returns the fields of the decoder, from a configuration with absent keys filled in.
+      write: returns entries of `config.json`; None: exports have another `model_type`.
+      sources: returns the source of each parameter by its path.
+      keys: the keys that are read, with the values of absent ones; `...` if the key is required.
       nullable: keys that may be null.
-      others: further known keys: read if present, or not read by transformers in this family.
+      others: further known keys.
       aliases: other names of keys; the value under the other name wins.
-      prefixes: prefixes of tensor names; exports have the first.
-      inside: the `model_type` of the language model's configuration, if that is the entry `text_config` of another one;
-        else "".
-      around: the other known keys of the surrounding configuration.
-      quantized: sources that dequantize weights, by the method that `quantization_config` names. Exports are in
-        bfloat16 or float32.
-      ignored: returns patterns of names of tensors that hold no parameter of the decoder, given the configuration with
-        the values of absent keys.
-      ties_inside: whether the `tie_word_embeddings` of `text_config` is read, if it is there, instead of the outer one.
-      checks: checks of values, by key. The check of any other key follows from the type of its value in `keys`; a key
-        without such a value must be a whole number.
+      prefixes: of tensor names; exports have the first.
+      inside: the `model_type` of `text_config`; "": there is no `text_config`.
+      around: further keys of the configuration around it.
+      quantized: functions that dequantize weights, by quantization method.
+      ignored: returns patterns of tensors without a parameter of the decoder.
+      ties_inside: whether `tie_word_embeddings` of `text_config` comes before the outer one.
+      checks: of values, by key; others follow from `keys`.
     """
 
     title: str
@@ -130,7 +123,11 @@ WINDOWS_OF_QWEN = frozenset({"sliding_window", "max_window_layers"})  # without 
 
 
 def known_activation(name: str) -> str:
-    """Returns the decoder's name of an activation of transformers. Raises UserError if it is not known."""
+    """Returns the decoder's name of an activation of transformers.
+
+    Raises:
+      UserError: it is not known.
+    """
     if name not in _ACTIVATIONS:
         raise UserError(f"activation {name!r} is not known; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -148,13 +145,9 @@ def llama(
     """Returns the fields of a decoder that the keys of Llama describe, and `other`.
 
     Args:
-      config: the configuration, with the values of absent keys.
-      rope: the rotary embedding; None: the one that the configuration describes for all layers.
+      config: with absent keys filled in.
+      rope: the rotary embedding; None: that of the configuration.
       activation: the key that names the activation.
-      **other: other fields.
-
-    Raises:
-      UserError: the rotary embedding or the activation is not supported, or the sizes of heads do not fit together.
     """
     theta, scaling = rope or rope_settings.of_all_layers(config)
     _check_heads(config)
@@ -177,7 +170,6 @@ def llama(
 
 
 def _check_heads(config: Config) -> None:
-    """Raises UserError if the sizes of heads do not fit together; messages have the names of the keys in the file."""
     heads, kv_heads, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % (kv_heads or heads):
         raise UserError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
@@ -189,22 +181,14 @@ def _check_heads(config: Config) -> None:
 
 
 def without_windows(config: Config, **other: Any) -> dict[str, Any]:
-    """Returns the fields as `llama` does, for a family whose windows, if any, do not follow `layer_types`.
-
-    Raises:
-      UserError: `layer_types` is malformed or has a layer with a window; or as `llama`.
-    """
+    """Returns the fields as `llama`, for a family without `sliding_attention`."""
     if SLIDING in (layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return llama(config, **other)
 
 
 def layer_types(config: Config, known: Sequence[str] = LAYER_TYPES) -> list[str] | None:
-    """Returns the type of each layer, as `layer_types` has it; None if the file leaves it out.
-
-    Raises:
-      UserError: it is not a list of `known` types with one entry for each layer.
-    """
+    """Returns the type of each layer, as `layer_types` has it; None if the file leaves it out."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if types is None:
         return None
@@ -220,17 +204,11 @@ def layer_types(config: Config, known: Sequence[str] = LAYER_TYPES) -> list[str]
 def attention_of_types(
     config: Config, types: list[str], *, usual: Attention | None = None, local_theta: float | None = None
 ) -> Attention | tuple[Attention, ...]:
-    """Returns the attention of each layer, as a pattern that repeats, given the types of the layers.
+    """Returns the attention of layers, as a pattern that repeats, from their types.
 
     Args:
-      config: the configuration, for the window.
-      types: types of the layers, in order, such as "sliding_attention".
-      usual: the attention of layers without a window; layers with one differ from it only by the window and its rotary
-        base. None: the default attention.
-      local_theta: rotary base of layers with a window; None: the same as without.
-
-    Raises:
-      UserError: a layer has a window, and the configuration has no size of it.
+      usual: the attention of layers without a window; None: the default attention.
+      local_theta: rotary base of layers with a window; None: the decoder's.
     """
     usual = usual or Attention()
     if SLIDING not in types:
@@ -242,7 +220,7 @@ def attention_of_types(
 
 
 def shortest(parts: Sequence[Any]) -> Any:
-    """Returns the shortest pattern whose repetition gives these parts, one per layer; the part itself if all are equal.
+    """Returns the shortest pattern that, repeated, gives these parts, or the part itself if all are equal.
 
     The last repetition may be incomplete.
     """
@@ -251,28 +229,24 @@ def shortest(parts: Sequence[Any]) -> Any:
 
 
 def repeated(parts: Sequence[Any], *, first: int = 0) -> Any:
-    """Returns the pattern as `shortest`, but of complete repetitions only, for layers with different parameters.
+    """Returns the pattern as `shortest`, but of complete repetitions only.
 
-    `first` is the number of the layer of the first part; the decoder counts its pattern from layer 0.
+    `first` is the number of the first part's layer.
     """
     length = period(list(parts))
     return tuple(parts[(i - first) % length] for i in range(length)) if length > 1 else parts[0]
 
 
 def are_layers(value: Any) -> bool:
-    """Returns whether a value is a list of layer numbers: whole numbers from 0."""
+    """Returns whether a value is a list of layer numbers, from 0."""
     return isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)
 
 
 def choices(config: Config, number: str) -> int:
-    """Returns `num_experts_per_tok`, the number of experts that a token passes through.
-
-    Args:
-      config: the configuration.
-      number: the key with the number of experts of a layer.
+    """Returns `num_experts_per_tok`.
 
     Raises:
-      UserError: a token would have more experts than there are.
+      UserError: it is above the number of experts, the value of the key `number`.
     """
     if (top_k := config["num_experts_per_tok"]) > config[number]:
         raise UserError(f"num_experts_per_tok = {top_k}, but {number} = {config[number]}: expected at most as many")
@@ -280,11 +254,7 @@ def choices(config: Config, number: str) -> int:
 
 
 def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
-    """Returns the entries of a `config.json` as Llama has it, and `others`.
-
-    A family for which transformers has a default `pad_token_id`, which may be outside the vocabulary, gives
-    `pad_token_id=None` in `others`.
-    """
+    """Returns the entries of a `config.json` as Llama has it, and `others`."""
     found = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.embed_dim,
@@ -304,9 +274,10 @@ def llama_config(model: DecoderConfig, **others: Any) -> dict[str, Any]:
 
 
 def experts_to_write(model: DecoderConfig) -> tuple[Experts, dict[str, Any]]:
-    """Returns the experts of a decoder, and the entries that all families with experts have in `config.json`.
+    """Returns the experts of a decoder, and the entries of `config.json` that families with experts share.
 
-    Raises UserError if the decoder has no experts.
+    Raises:
+      UserError: the decoder has no experts.
     """
     if (experts := experts_of(model)) is None:
         raise UserError("the decoder has no experts")
@@ -338,16 +309,12 @@ def attentions(model: DecoderConfig) -> list[Attention]:
 
 
 def types_of_layers(model: DecoderConfig) -> list[str]:
-    """Returns the value of `layer_types` in the `config.json` of a decoder, one type per layer."""
+    """Returns the value of `layer_types` in the `config.json` of a decoder."""
     return [FULL if part.window is None else SLIDING for part in attentions(model)]
 
 
 def attention_sources(model: DecoderConfig, kind: LayerKind) -> Sources:
-    """Returns the sources of an attention, by our names.
-
-    These are the matrices of queries, keys, values (unless the values are the keys) and outputs, and the biases, norms
-    and sinks that the model has. A layer that shares keys has none of keys and values.
-    """
+    """Returns the sources of an attention, by our names."""
     found: Sources = {}
     without_values = any(part.values_are_keys for part in kind.mixers if isinstance(part, Attention))
     shares = any(part.shares_keys for part in kind.mixers if isinstance(part, Attention))
@@ -373,10 +340,10 @@ def mlp_sources(
     """Returns the sources of a dense feed-forward, or of experts.
 
     Args:
-      part: the feed-forward; anything but `Experts`, also None, is read as a dense one.
-      layer: name of the module of a dense feed-forward in tensor names.
-      names: published names of the matrices `gate`, `up` and `down`, where they differ from Llama's.
-      of_experts: name of the module of experts in tensor names; "": as `layer`.
+      part: the feed-forward; None is read as a dense one.
+      layer: module of a dense feed-forward in tensor names.
+      names: published names of `gate`, `up` and `down` that differ from Llama's.
+      of_experts: module of experts in tensor names; "": as `layer`.
     """
     has_experts = isinstance(part, Experts)
     layer = of_experts or layer if has_experts else layer
@@ -399,10 +366,8 @@ def llama_sources(
     """Returns the source of each parameter, by its path, for a family whose tensors have Llama's names.
 
     Args:
-      model: the decoder.
-      norms: published names of the norms of a layer, by the decoder's names.
-      attention: returns the sources of a layer's attention, by the decoder's names.
-      feed_forward: returns the sources of a layer's feed-forward, by the decoder's names.
+      norms: published names of a layer's norms, by ours.
+      attention, feed_forward: return the sources of a layer's parts, by our names.
     """
     found: Sources = {
         "embedding": Source("embed_tokens.weight", "vocab embed"),

@@ -32,18 +32,13 @@ NOT_PARAMETERS = (
 def sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
     """Returns the source of each parameter of a decoder, by its path, without the prefix of tensor names.
 
-    Args:
-      model: the decoder.
-      kind: the `model_type` in the folder's `config.json`; "": the one that an export of the decoder has.
-
-    Raises:
-      UserError: `kind` is "" and no family has the decoder's fields.
+    `kind` is the `model_type`; "": that of an export.
     """
     return families.known()[kind or families.family(model)].sources(model)
 
 
 def named_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
-    """Returns `sources` with the complete tensor names of exported folders. Raises UserError as `sources`."""
+    """Returns `sources` with the complete tensor names of exported folders."""
     kind = kind or families.family(model)
     prefix = families.known()[kind].prefixes[0]
     return {path: source.prefixed(prefix) for path, source in sources(model, kind).items()}
@@ -52,9 +47,7 @@ def named_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
 def merged(read: Read, model: DecoderConfig) -> Read:
     """Returns a function that reads a parameter with its low-rank adapter added, if it has one.
 
-    Args:
-      read: returns a parameter, given its path and a layer's number; None as the number: of all layers.
-      model: the decoder, with or without adapters.
+    `read` returns a parameter, given its path and a layer's number (None: all layers).
     """
 
     def read_merged(path: str, layer: int | None) -> np.ndarray:
@@ -67,15 +60,10 @@ def merged(read: Read, model: DecoderConfig) -> Read:
 
 
 def adapter_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
-    """Returns the source of each low-rank adapter, by its path, with the tensor names of the library PEFT.
-
-    Args:
-      model: the decoder with adapters.
-      kind: the `model_type` of the base's `config.json`; "": the one that an export of the decoder has.
+    """Returns the source of each low-rank adapter, by its path, with PEFT's tensor names.
 
     Raises:
-      UserError: as `sources`; or an adapter's matrix is a part of a tensor (as GPT-2's queries, keys and values), which
-        PEFT cannot express.
+      UserError: an adapter's matrix is a part of a tensor, which PEFT cannot express.
     """
     result: dict[str, Source] = {}
     if model.lora is None:
@@ -98,16 +86,7 @@ def adapter_sources(model: DecoderConfig, kind: str = "") -> dict[str, Source]:
 
 
 def adapter_config(model: DecoderConfig, base: str, kind: str = "") -> dict[str, Any]:
-    """Returns the content of PEFT's file `adapter_config.json`.
-
-    Args:
-      model: the decoder with adapters.
-      base: the published model, a folder or hf://OWNER/NAME[@REVISION].
-      kind: as in `adapter_sources`.
-
-    Raises:
-      UserError: as `adapter_sources`.
-    """
+    """Returns the content of PEFT's file `adapter_config.json`; `base` is a folder or hf://OWNER/NAME[@REVISION]."""
     name, _, revision = base.removeprefix("hf://").partition("@") if base.startswith("hf://") else (base, "", "")
     assert model.lora is not None
     tensors = [source.name for path, source in adapter_sources(model, kind).items() if path.endswith("_lora_a")]
@@ -127,7 +106,6 @@ def adapter_config(model: DecoderConfig, base: str, kind: str = "") -> dict[str,
 
 
 def _module(tensor: str) -> str:
-    """Returns the module name of an adapter's tensor: `q_proj`; `attn.c_proj` where two modules have the last name."""
     parts = tensor.split(".")[:-2]
     return parts[-1] if parts[-1] != "c_proj" else ".".join(parts[-2:])
 
@@ -135,9 +113,8 @@ def _module(tensor: str) -> str:
 def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
     """Returns access to a decoder's parameters in the folder of a published model.
 
-    Reads only its `config.json` and the headers of its tensor files.
-
-    Raises UserError if the folder cannot be read or downloaded, or describes a model that is not supported.
+    Raises:
+      UserError: the folder cannot be read, or its model is not supported.
     """
     found = published_files.small_files(folder)
     name = published_files.described(folder)
@@ -166,10 +143,7 @@ def published_folder(decoder: DecoderConfig, folder: str) -> PublishedFolder:
 
 
 def _copies(decoder: DecoderConfig, otherwise: str, *, is_tied: bool) -> list[Copy]:
-    """Returns head tensors that may repeat another parameter: a tied embedding, or the head under its other name.
-
-    `otherwise` tells the user what is wrong if a tied head differs from the embedding.
-    """
+    """Returns head tensors that may repeat another parameter; `otherwise` tells the user what to do if they differ."""
     if is_tied:
         return [Copy(head, "embedding", otherwise) for head in HEADS]
     return [] if decoder.tied else [Copy(HEADS[1], "unembedding", "remove one of the two")]

@@ -1,7 +1,4 @@
-"""Keys of `config.json` that set no field of the decoder: keys without effect, and keys with one supported value.
-
-A key that is in neither table, and that the family does not read, is an error: it may change what the model computes.
-"""
+"""Keys of `config.json` that set no field of the decoder: keys without effect, and keys with one supported value."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -79,10 +76,7 @@ _NOT_NULL = ("is_causal",)  # transformers takes null for false
 def problems(config: Mapping[str, Any], read: Collection[str], quantized: Collection[str] = ()) -> list[str]:
     """Returns a line for each entry that is unknown, or has an unsupported value.
 
-    Args:
-      config: the contents of `config.json`, or of its `text_config`.
-      read: keys that the family reads, or knowingly ignores.
-      quantized: names of the quantization methods that the family reads.
+    `read` are keys that the family reads or ignores, and `quantized` quantization methods that it reads.
     """
     lines = []
     for key, value in config.items():
@@ -100,7 +94,7 @@ def problems(config: Mapping[str, Any], read: Collection[str], quantized: Collec
 
 
 def method(value: Any) -> str:
-    """Returns the name of the method in the value of a `quantization_config`; "an unnamed method" if it has none."""
+    """Returns the name of the method in a `quantization_config`, or "an unnamed method"."""
     return str(value.get("quant_method") or "an unnamed method") if isinstance(value, Mapping) else "an unnamed method"
 
 

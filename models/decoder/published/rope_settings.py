@@ -39,19 +39,12 @@ class Rope(NamedTuple):
 
 
 def is_positive(value: Any) -> bool:
-    """Returns whether a value is a finite number above 0; JSON files may contain NaN and Infinity."""
+    """Returns whether a value is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def of_all_layers(config: Config) -> Rope:
-    """Returns the rotary embedding of a family that has one for all layers, with the keys of transformers 5 or 4.
-
-    An object `rope_scaling` replaces `rope_parameters`. At the top level of the configuration, `rope_theta` is the base
-    if these settings name none, and `original_max_position_embeddings` replaces theirs.
-
-    Raises:
-      UserError: a setting is unknown, missing or out of range.
-    """
+    """Returns the rotary embedding of a family that has one for all layers."""
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     outside = {key: config[key] for key in (ORIGINAL,) if key in config}
     return _read(
@@ -60,11 +53,7 @@ def of_all_layers(config: Config) -> Rope:
 
 
 def of_scores(config: Config) -> float:
-    """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none.
-
-    Raises:
-      UserError: it is not a number above 0, the scaling is LongRoPE, or the settings are not a JSON object.
-    """
+    """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none."""
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     rope = scaling or parameters
     found = rope.get("mscale_all_dim") or 0.0
@@ -79,14 +68,7 @@ def of_scores(config: Config) -> float:
 def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple[float, Config]:
     """Returns the fraction of a head's dimensions that is rotated, and the configuration without this setting.
 
-    Args:
-      config: the configuration.
-      usual: the fraction if the settings of the rotary embedding have none.
-      others: further keys of these settings to leave out.
-
-    Raises:
-      UserError: the fraction is 0 or less or above 1, an odd number of dimensions or none would be rotated, or the
-        settings are not a JSON object.
+    `usual` is the fraction if there is none; `others` are further keys to leave out.
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
     fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)
@@ -105,13 +87,7 @@ def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple
 
 
 def of_each_type(config: Config) -> tuple[Rope, float]:
-    """Returns the rotary embedding of layers with full attention, and the base of those with a window (as Gemma 3).
-
-    `rope_parameters` has an object for each type of layer; `rope_scaling` is added to that of full attention.
-
-    Raises:
-      UserError: a setting is unknown, missing or out of range, or layers with a window have a scaling.
-    """
+    """Returns the rotary embedding of layers with full attention, and the base of those with a window."""
     found = _settings(config, "rope_parameters")
     if other := sorted(found.keys() - set(LAYER_TYPES)):
         raise UserError(
@@ -130,11 +106,6 @@ def of_each_type(config: Config) -> tuple[Rope, float]:
 
 
 def _settings(config: Config, key: str, within: str = "") -> Mapping[str, Any]:
-    """Returns the object that a configuration has for a key; {} if it is absent or null.
-
-    Raises:
-      UserError: the value is anything else; `within` is a prefix of the key for the message.
-    """
     found = config.get(key)
     if not isinstance(found, Mapping | None):
         raise UserError(f"{within}{key} = {json.dumps(found)}: expected an object or null")
@@ -142,15 +113,6 @@ def _settings(config: Config, key: str, within: str = "") -> Mapping[str, Any]:
 
 
 def _read(rope: Mapping[str, Any], max_positions: int | None) -> Rope:
-    """Returns the rotary embedding that settings describe.
-
-    Args:
-      rope: the settings: base and scaling.
-      max_positions: the context length, which is also the original one for a scaling that names none; None: unknown.
-
-    Raises:
-      UserError: a setting is unknown, missing or out of range.
-    """
     if unknown := sorted(rope.keys() - _KEYS):
         listed = ", ".join(f"{key} = {json.dumps(rope[key])}" for key in unknown)
         raise UserError(f"the rotary embedding (rope_parameters, rope_scaling) has {listed}, which is not known")
@@ -224,7 +186,6 @@ def _scaling(kind: str, rope: Mapping[str, Any]) -> rotary.Scaling | None:
 
 
 def _sharpening(rope: Mapping[str, Any]) -> float | None:
-    """Returns the factor of cosines and sines that YaRN's settings give; None if it follows from their `factor`."""
     given, scale, of_all = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None or not scale or not of_all:
         return given
