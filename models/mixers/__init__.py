@@ -1,1 +1,1 @@
-"""Mixers other than usual attention; the mixer with test-time training is in models/ttt/mixer.py."""
+"""Mixers for decoder layers: block-sparse attention, latent attention, the gated delta rule, and S5."""

@@ -1,16 +1,12 @@
 """Block-sparse attention: global blocks, a window of blocks and random blocks.
 
-Zaheer et al. 2020, "Big Bird", causal. The cost grows linearly with length, not with its square. A row is divided into
-blocks of c positions. A query in block i attends, within its segment and up to its own position, to the keys of blocks
-j with
+Zaheer et al. 2020, "Big Bird", causal. A query in block i attends, within its segment and up to its own position, to
+the keys of blocks j with
 
     j < global_blocks   or   i - window <= j <= i   or   j one of `random` blocks that head h drew for block i.
 
-With the same settings, the drawn blocks depend on (seed, h, i) alone, not on hosts, layouts and lengths. Two
-forms compute the same function without scores of all pairs: the splash kernel visits the blocks of the mask, and the
-plain form gathers the keys of each block of queries, one key head at a time. The kernel reads the mask of blocks of
-every head from scalar memory, where n^2 entries for each head of a chip must fit. With attention = 'auto', longer rows
-are computed by the plain form.
+The draws depend on the settings, h and i alone. The splash kernel reads a mask of n x n blocks for each head from
+scalar memory, which limits the length of rows; the plain form gathers the keys of each block of queries.
 
 B batch, T length, H query heads, N key/value heads, G = H / N, K head_dim, c positions and n = T / c blocks of a row, s
 blocks of keys of a block of queries.
@@ -42,18 +38,14 @@ _SCALAR_BYTES = 2**20 - 2**14  # scalar memory (SMEM) that the mask can fill; TP
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSparse(Heads):
-    """A mixer: attention to global, near and randomly drawn blocks, with the decoder's heads and rotary embedding.
+    """A mixer: attention to global, near and randomly drawn blocks.
 
     Attributes:
       block: c, positions of a block; the kernel needs a multiple of 128.
-      global_blocks: number of first blocks of a row to which all later queries attend.
+      global_blocks: number of first blocks of a row to which later queries attend.
       window: number of blocks before a query's own to which it attends.
-      random: number of further blocks that are drawn for each head and block of queries; fewer if fewer others come
-        before it.
+      random: number of further blocks drawn for each head and block of queries; fewer near the start of a row.
       seed: seed of the draws, from 0 to 2**63 - 1.
-
-    Raises:
-      UserError: a number is out of range.
     """
 
     block: int = 128
@@ -88,12 +80,10 @@ class BlockSparse(Heads):
         return Result(*cached(q, key, value, *call.before, call.side.padding, how, settings=self))
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token, with `attended(length)` positions for scores and as many for mixing."""
         inner = decoder.num_heads * self.width(decoder)
         return Work(super().work(decoder, length).matrices, 2 * self.attended(length) * inner)
 
     def shrink(self, multiples: Mapping[str, int]) -> "BlockSparse":
-        """Returns a small mixer for smoke runs: heads as `Heads.shrink`, and blocks of 8 positions for short rows."""
         return dataclasses.replace(super().shrink(multiples), block=8)
 
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:
@@ -105,10 +95,7 @@ class BlockSparse(Heads):
         return self.global_blocks + self.window + 1 + self.random
 
     def attended(self, length: int) -> int:
-        """Returns an estimate of the mean number of positions to which a position attends, in rows of T = `length`.
-
-        It counts all blocks of a query as whole, and is at most T / 2.
-        """
+        """Estimates how many positions a position attends to on average, in rows of `length` positions."""
         return min(length // 2, self.blocks * self.block)
 
 
@@ -117,7 +104,7 @@ class Table(NamedTuple):
 
     Attributes:
       blocks: [H, n, s], int32.
-      valid: [H, n, s], bool: whether the entry of `blocks` is a block; others only fill the array, and are 0.
+      valid: [H, n, s], bool: whether the entry of `blocks` is a block; others are 0.
     """
 
     blocks: np.ndarray
@@ -126,10 +113,7 @@ class Table(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def table(settings: BlockSparse, heads: int, count: int) -> Table:
-    """Returns, for each head and each of `count` query blocks, the key blocks it attends to.
-
-    No key block is listed twice for the same query block.
-    """
+    """Returns the key blocks of each head and each of `count` query blocks."""
     row = np.arange(count)[:, None]
     first = np.broadcast_to(np.arange(settings.global_blocks), (count, settings.global_blocks))
     near = row - np.arange(settings.window, -1, -1)
@@ -160,14 +144,13 @@ def block_mask(settings: BlockSparse, heads: int, count: int) -> np.ndarray:
 
 
 class BlockMask(splash.splash_attention_mask.Mask):
-    """The mask of one head for the splash kernel, given as a mask of blocks."""
+    """The causal mask of one head for the splash kernel, given as a mask of blocks."""
 
     def __init__(self, of_blocks: np.ndarray, block: int):
         self.of_blocks, self.block = of_blocks, block
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the mask, (T, T)."""
         return (len(self.of_blocks) * self.block,) * 2
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
@@ -195,23 +178,13 @@ def attend(
     choice: str,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the attention, computed by the splash kernel or by `plain`.
+    """Computes the attention by the splash kernel or by `plain`, [B, T, H, K].
 
     Args:
       q: [B, T, H, K].
       k, v: [B, T, N, K].
-      segment_ids: [B, T].
-      settings: the blocks.
-      choice: "plain"; "splash"; or "auto": splash on TPUs if rows and blocks fit the kernel's tiles, and the mask of
-        blocks its scalar memory; otherwise plain.
-      scores: as in `attention.attend`, without a window.
+      choice: "plain"; "splash"; or "auto": splash on TPUs if its tiles and memory allow, otherwise plain.
       interpret: run the kernel in Pallas's interpreter.
-
-    Returns:
-      [B, T, H, K].
-
-    Raises:
-      UserError: "splash" is chosen and does not fit, or keys and values travel around a ring of devices.
     """
     if ring_attention.shards() > 1:
         raise UserError(
@@ -240,11 +213,7 @@ def attend(
 
 
 def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) -> bool:
-    """Returns whether rows and blocks fit the kernel's tiles, and the mask of blocks its memory.
-
-    Raises:
-      UserError: they do not, and "splash" is chosen.
-    """
+    """Raises UserError if the kernel cannot compute these sizes and `choice` is "splash"."""
     c = settings.block
     local = length // ring_attention.length_shards()  # the kernel of a chip has whole blocks of its own queries
     fits = attention.fits_tiles(length) and c % LANES == 0 and local % c == 0
@@ -266,10 +235,6 @@ def _kernel_fits(choice: str, settings: BlockSparse, length: int, heads: int) ->
 
 
 def _mask_bytes(heads: int, rows: int, columns: int) -> int:
-    """Returns the bytes of the kernel's three tables for a mask of heads x rows x columns blocks.
-
-    The tables have the kind, the partial mask and the next block of keys of every block.
-    """
     return heads * rows * columns * (2 + (1 if columns <= 128 else 2))
 
 
@@ -289,17 +254,13 @@ def cached(
     *,
     settings: BlockSparse,
 ) -> tuple[jax.Array, KeysAndValues]:
-    """Returns the attention of new slots to cached ones, and the new cache.
+    """Returns the attention of new slots to cached ones, [B, T, H, K], and the new cache.
 
-    Blocks are counted from the first position of a row, after its empty slots. All cached entries are scored, and
-    those of other blocks are then hidden, so the cost of a token grows with the number of entries.
+    All cached entries are scored, so the cost of a token grows with their number.
 
     Args:
       q, k, v, before, start, padding, scores: as in `models.decoder.attention.attention.cached`.
-      settings: the blocks.
-
-    Returns:
-      [B, T, H, K], and the cache with the new keys and values.
+      settings: the blocks, which are counted from the first position of a row.
     """
     new = (jnp.swapaxes(a, 1, 2) for a in (k, v))
     pairs = zip(before, new, strict=True)
@@ -328,17 +289,9 @@ def plain(
     *,
     settings: BlockSparse,
 ) -> jax.Array:
-    """Returns the attention, computed from gathered keys and values with scores and softmax in float32.
+    """Computes the attention from gathered keys and values, [B, T, H, K].
 
-    Args:
-      q: [B, T, H, K].
-      k, v: [B, T, N, K].
-      segment_ids: [B, T].
-      settings: the blocks. A row is padded to whole blocks.
-      scores: as in `attention.attend`, without a window.
-
-    Returns:
-      [B, T, H, K].
+    Args: as in `attend`.
     """
     length, c = q.shape[1], settings.block
     extra = -length % c
@@ -377,11 +330,6 @@ def _gathered(
     *,
     scores: Scores,
 ) -> jax.Array:
-    """Returns the attention of the heads of a chip, [H, B, n, c, K], computed one key head at a time.
-
-    q is [H, B, n, c, K], k and v [N, B, n, c, K], segments [B, n, c]; `places` [n] numbers the blocks of queries;
-    blocks and valid are those of a `Table`.
-    """
     groups, c = k.shape[0], q.shape[3]
     within = jnp.arange(c)
 

@@ -1,16 +1,11 @@
 """Linear attention with the gated delta rule: a K x V matrix for each head is the memory of a row.
 
-Each position decays the matrix, and replaces the value stored under its key:
-
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T;   y_t = S_t^T q_t / sqrt(K)
 
-Yang et al. 2025, "Gated Delta Networks"; the layer is that of Qwen3-Next: a short causal convolution mixes queries,
-keys and values first, queries and keys then have length 1, and a gate multiplies the normalized outputs.
-
-The values that a chunk of positions writes are the solution of one triangular system (Yang et al. 2024, "Parallelizing
-Linear Transformers with the Delta Rule"), which is inverted block by block. A loop over chunks carries the state, in
-float32. Segments of a packed row start from an empty state. Chips that share the positions of a row each compute the
-whole row.
+Yang et al. 2025, "Gated Delta Networks". The layer is that of Qwen3-Next, with short causal convolutions of queries,
+keys and values, and a gate of the outputs. A chunk of positions is computed at once, by inverting a triangular matrix
+(Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"). S does not pass from one segment of a
+packed row to the next.
 
 B batch, T length, D embed, N key heads, G value heads of a key head, K key_dim, V value_dim, W kernel.
 """
@@ -41,10 +36,10 @@ _MEMORY = ("batch", "heads", None, None, None)
 
 
 class State(NamedTuple):
-    """The state of a row in generation, which its next positions continue.
+    """The state of rows in generation.
 
     Attributes:
-      memory: [B, N, G, K, V], float32.
+      memory: S, [B, N, G, K, V], float32.
       inputs: the last W - 1 inputs of the convolutions of queries, keys and values, [B, W - 1, N, ...].
     """
 
@@ -58,13 +53,10 @@ class GatedDelta(Part):
 
     Attributes:
       key_heads: N, heads of queries and keys.
-      value_heads: N G, heads of values; each key head serves G successive ones.
+      value_heads: N G, heads of values; a multiple of `key_heads`.
       key_dim, value_dim: K and V, the sizes of heads.
-      kernel: W, number of positions that the convolution reads, the last of which is the position itself.
-      chunk: positions that are computed at once; results do not depend on it, apart from rounding.
-
-    Raises:
-      UserError: a number is below 1, or `value_heads` is not a multiple of `key_heads`.
+      kernel: W, number of positions that the convolution reads.
+      chunk: positions computed at once; it changes results by rounding alone.
     """
 
     key_heads: int
@@ -85,7 +77,6 @@ class GatedDelta(Part):
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """The columns of queries, keys and values per key head."""
         return self.key_dim, self.key_dim, self.value_heads // self.key_heads * self.value_dim
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
@@ -130,20 +121,17 @@ class GatedDelta(Part):
         return Result(y, () if call.before is None else State(memory, tuple(inputs)))
 
     def _projected(self, of: Decoder, name: str, x: jax.Array, width: int, axis: str | None = "head_dim") -> jax.Array:
-        """Returns a projection of the stream to the key heads, [B, T, N, width], with whole rows on each chip."""
         shape, axes = (of.embed_dim, self.key_heads, width), ("embed", "heads", axis)
         init = hk.initializers.TruncatedNormal(of.embed_dim**-0.5)
         weight = logical.param(name, shape, axes, init, compute_dtype=of.dtype)
         return logical.constrain(jnp.einsum("btd,dnk->btnk", x, weight), *_ROW, axis)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token: projections, convolution, and three products with each value head's memory."""
         inner, convolved = self.value_heads * self.value_dim, self.key_heads * sum(self._widths)
         matrices = decoder.embed_dim * (convolved + 2 * (inner + self.value_heads))
         return Work(matrices, 3 * self.key_dim * inner + self.kernel * convolved)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> State:
-        """Returns the state before the first position: zeros."""
         n, sizes = self.key_heads, (self.key_dim, self.value_dim)
         inputs = (jnp.zeros((rows, self.kernel - 1, n, width), decoder.dtype) for width in self._widths)
         return State(jnp.zeros((rows, n, self.value_heads // n, *sizes)), tuple(inputs))
@@ -162,13 +150,12 @@ class GatedDelta(Part):
 
 
 class Rows(NamedTuple):
-    """The inputs of the rule for all positions of rows, float32.
+    """The inputs of the rule.
 
     Attributes:
-      query, key, value: [B, T, N, K] and [B, T, N, G, V].
-      strength, log_decay: beta, and g, which is at most 0; [B, T, N, G].
-      groups: [B, T], number of the segment in its row, from 0; the memory does not pass from one to the next. Group 0
-        continues the memory before the row.
+      query, key, value: [B, T, N, K], [B, T, N, K] and [B, T, N, G, V].
+      strength, log_decay: beta and g, [B, T, N, G].
+      groups: [B, T], number of the segment in its row, from 0; group 0 continues the memory before the row.
     """
 
     query: jax.Array
@@ -180,10 +167,10 @@ class Rows(NamedTuple):
 
 
 def scan(rows: Rows, memory: jax.Array, *, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Applies the rule to rows, `chunk` positions at a time, from the memory before them [B, N, G, K, V].
+    """Applies the rule to rows, from the memory before them, [B, N, G, K, V].
 
     Returns:
-      y [B, T, N, G, V] and the memory after the last position [B, N, G, K, V], float32.
+      y [B, T, N, G, V], and the memory after the last position.
     """
     length = rows.groups.shape[1]
     c = min(chunk, length)
@@ -200,7 +187,6 @@ def scan(rows: Rows, memory: jax.Array, *, chunk: int) -> tuple[jax.Array, jax.A
 
 
 def _chunk(carry: tuple[jax.Array, jax.Array], rows: Rows) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Returns the carry (the memory after a chunk, and the group of its last position), and y [B, c, N, G, V]."""
     (memory, group), groups = carry, rows.groups
     total = jnp.moveaxis(jnp.cumsum(rows.log_decay, axis=1), 1, -1)  # [B, N, G, c]
     seen = ((groups[:, :, None] == groups[:, None]) & jnp.tri(groups.shape[1], dtype=bool))[:, None, None]
@@ -221,10 +207,7 @@ def _chunk(carry: tuple[jax.Array, jax.Array], rows: Rows) -> tuple[tuple[jax.Ar
 
 @jax.custom_vjp
 def _inverse(lower: jax.Array) -> jax.Array:
-    """Returns the inverse of 1 + lower, for a strictly lower triangular [..., c, c], from blocks along the diagonal.
-
-    Each step doubles the blocks: it subtracts inverse x (lower between the two halves) x inverse.
-    """
+    """Returns (1 + lower)^-1 of a strictly lower triangular matrix; each step doubles the inverted blocks."""
     c, size = lower.shape[-1], 1
     inverse = jnp.broadcast_to(jnp.eye(c), lower.shape)
     while size < c:
@@ -244,7 +227,6 @@ _inverse.defvjp(lambda lower: (_inverse(lower),) * 2, _inverse_backward)
 
 
 def _convolved(every: jax.Array, kernel: jax.Array, groups: jax.Array) -> jax.Array:
-    """Returns the convolution within groups [B, T] of inputs [B, W - 1 + T, ...] with a kernel [W, ...], float32."""
     taps, length = kernel.shape[0], groups.shape[1]
     wider = jnp.pad(groups, ((0, 0), (taps - 1, 0)))  # the first group continues what was before
     found = jnp.zeros_like(every[:, :length], jnp.float32)

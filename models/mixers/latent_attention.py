@@ -1,12 +1,9 @@
 """Multi-head latent attention: keys and values of all heads are linear maps of one short vector per position.
 
-    c = norm(x A);   k_h = [c U_h, rotated(x P)];   v_h = c V_h;   q_h = [n_h, rotated(r_h)], (n_h, r_h) = norm(x Q) W_h
+    c = norm(x W_c);   k = [c W_k, rotated(x W_r)];   v = c W_v;   q = [n, rotated(r)] with [n, r] = norm(x W_a) W_q
 
-DeepSeek-AI 2024, "DeepSeek-V2", section 2.1; DeepSeek-V3 has the same layer. A part of each key carries the position
-and is the same for all heads. Queries come from a short vector of their own, or from the residual stream itself.
-
-In generation the cache has only c and the rotated part of each position. There the queries are multiplied by U_h, and
-the mixed vectors c by V_h: all heads attend to one key [c, rotated part], whose value is c.
+W_k, W_v and W_q differ from head to head. Without `query_latent_dim`, [n, r] = x W_q. DeepSeek-AI 2024, "DeepSeek-V2",
+section 2.1. In generation the cache has c and rotated(x W_r) of each position.
 
 B batch, T length, D embed, H heads, N plain_dim, P rotary_dim, V value_dim, R latent_dim, Q query_latent_dim.
 """
@@ -51,13 +48,9 @@ class LatentAttention(Part):
       latent_dim: R, the width of these vectors.
       plain_dim, rotary_dim: N and P, the dimensions of queries and keys without and with a rotary embedding; P is even.
       value_dim: V, the size of a head of values.
-      query_latent_dim: Q, the width of the short vectors of queries; None: queries come from the residual stream.
+      query_latent_dim: Q, the width of the short vectors of queries; None: there are none.
       interleaved: whether the rotary embedding pairs dimensions 2i and 2i + 1; otherwise i and i + P / 2.
-      score_sharpening: m, at least 0: scores are multiplied by (1 + 0.1 m ln s)^2 if `rope_scaling` has a factor s
-        above 1.
-
-    Raises:
-      UserError: a number is out of range.
+      score_sharpening: m: scores are multiplied by (1 + 0.1 m ln s)^2, where s >= 1 is the factor of `rope_scaling`.
     """
 
     latent_dim: int
@@ -141,7 +134,6 @@ class LatentAttention(Part):
         return Result(of.product("output", "bthk,hkd->btd", mixed, out, side), () if state is None else state)
 
     def _queries(self, of: Matrices, x: jax.Array, call: Call) -> jax.Array:
-        """Returns the queries, [B, T, H, N + P], with their last P dimensions rotated."""
         c, q, side, width = of.decoder, self.query_latent_dim, call.side, self.plain_dim + self.rotary_dim
         if q is None:
             weight = of.weight("query", (c.embed_dim, c.num_heads, width), ("embed", *_HEADS[2:]), fan_in=c.embed_dim)
@@ -157,7 +149,6 @@ class LatentAttention(Part):
         return logical.constrain(jnp.concatenate([found[..., : self.plain_dim], rotated], axis=-1), *_HEADS)
 
     def _rotated(self, decoder: Decoder, x: jax.Array, call: Call) -> jax.Array:
-        """Rotates x [B, T, heads, P]. Interleaved pairs come out in two halves; scores are the same in this order."""
         rotation = self.rotation(decoder)
         if not call.side.turns or rotation is None:
             return x
@@ -172,13 +163,11 @@ class LatentAttention(Part):
     def _attended(
         c: Decoder, q: jax.Array, keys: jax.Array, values: jax.Array, call: Call, scores: Scores
     ) -> jax.Array:
-        """Returns the output of the attention over whole rows, [B, T, H, V]."""
         keys, values = (logical.constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (keys, values))
         how: dict[str, Any] = {"choice": c.attention, "arranged": True, "tiles": c.attention_tiles or Tiles()}
         return attention.attend(q, keys, values, call.side.segment_ids, scores, **how)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token: the matrices, and T H (N + P + V) / 2 for causal scores and mixing."""
         d, h, width = decoder.embed_dim, decoder.num_heads, self.plain_dim + self.rotary_dim
         q = self.query_latent_dim
         queries = d * h * width if q is None else q * (d + h * width)
@@ -186,7 +175,7 @@ class LatentAttention(Part):
         return Work(queries + entries + h * self.value_dim * d, length * h * (width + self.value_dim) / 2)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> jax.Array:
-        """Returns zeros for the vectors and rotated parts of `length` slots, [rows, 1, length, R + P]."""
+        """Returns zeros, [rows, 1, length, R + P]."""
         return jnp.zeros((rows, 1, length, self.latent_dim + self.rotary_dim), decoder.dtype)
 
     def laid_out(self, state: jax.Array) -> jax.Array:

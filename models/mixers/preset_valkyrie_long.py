@@ -1,4 +1,4 @@
-"""Valkyrie for long context: block-sparse attention, and S5 in place of feed-forward layers."""
+"""A preset for long context: block-sparse attention, and S5 in place of feed-forward layers."""
 
 from models.mixers.block_sparse import BlockSparse
 from models.mixers.s5 import S5

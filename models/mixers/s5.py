@@ -1,17 +1,12 @@
-"""A diagonal state-space layer (S5): memory of fixed size for rows of any length, at a cost linear in the length.
+"""A diagonal state-space layer (S5): its state has a fixed size, and its cost is linear in the length.
 
     h_t = exp(lambda dt) h_{t-1} + (exp(lambda dt) - 1) / lambda  B u_t;   y_t = 2 Re(C h_t) + D u_t
 
-Smith et al. 2023, "Simplified State Space Layers for Sequence Modeling". The state has P complex numbers, one of each
-conjugate pair of 2 P. lambda starts at the eigenvalues of HiPPO-N (Gu et al. 2020), -1/2 plus imaginary parts, and a
-state decays by a factor e in 2 / dt positions, so at the start the smallest dt sets how far the layer remembers.
+Smith et al. 2023, "Simplified State Space Layers for Sequence Modeling". lambda starts at eigenvalues of HiPPO-N (Gu et
+al. 2020). The states of a chunk of positions are a parallel prefix; a loop carries the state from chunk to chunk, but
+not from one segment of a packed row to the next.
 
-The recurrence is a parallel prefix in float32: in a chunk of c positions, log2(c) steps add the state 1, 2, 4, …
-positions earlier, and a loop over chunks carries the state. A segment of a packed row starts from an empty state. Where
-positions are sharded, each chip first computes its last state from its own positions, then starts from the states of
-the chips before it.
-
-B batch, T length, D embed, P complex states.
+B batch, T length, D embed, P complex states: one of each conjugate pair.
 """
 
 from __future__ import annotations
@@ -39,19 +34,12 @@ from models.decoder.parts import Call, Decoder, Part, Result, Work
 class S5(Part):
     """A state-space layer of a decoder, as a mixer or in place of a feed-forward.
 
-    In generation its state has the role of a KV cache.
-
     Attributes:
-      states: 2 P, an even number, the size of the real state; a layer keeps one of each conjugate pair.
-      min_dt, max_dt: range, 0 < min_dt <= max_dt, of the initial step sizes, which are spaced in equal ratios. The
-        slowest states remember about 2 / min_dt positions, the fastest 2 / max_dt.
-      blocks: number of HiPPO matrices of size states / blocks, from whose eigenvalues lambda starts; a divisor of
-        states / 2. More blocks lower the frequencies, the imaginary parts of lambda.
-      activation: activation of the output; see `models.derivatives.ACTIVATIONS`; None: linear.
-      chunk: positions computed by one parallel prefix; for the backward pass only one state per chunk is saved.
-
-    Raises:
-      UserError: a number is out of range, or the activation is unknown.
+      states: 2 P, an even number.
+      min_dt, max_dt: range of the initial step sizes dt.
+      blocks: number of HiPPO matrices, of size states / blocks, from which lambda starts; divides states / 2.
+      activation: of the output, one of `models.derivatives.ACTIVATIONS`; None: linear.
+      chunk: positions of one parallel prefix.
     """
 
     states: int
@@ -97,11 +85,10 @@ class S5(Part):
         return Result(ring_attention.arrange(y, *names), state)
 
     def work(self, decoder: Decoder, length: int) -> Work:
-        """Returns the work per token; the recurrence counts as four multiplications per complex state."""
         return Work(2 * decoder.embed_dim * self.states, 2 * self.states)
 
     def empty_state(self, decoder: Decoder, rows: int, length: int) -> Complex:
-        """Returns the state before the first position: complex zeros [rows, P]."""
+        """Returns complex zeros, [rows, P]."""
         return Complex(*(jnp.zeros((rows, self.states // 2)) for _ in range(2)))
 
     def laid_out(self, state: Complex) -> Complex:
@@ -117,7 +104,7 @@ class S5(Part):
 
 
 class Complex(NamedTuple):
-    """Complex numbers as two float32 arrays, which every compiler handles, and whose gradients need no convention."""
+    """Complex numbers as two real arrays."""
 
     re: jax.Array
     im: jax.Array
@@ -146,10 +133,9 @@ class System(NamedTuple):
 
 
 def hippo(states: int) -> np.ndarray:
-    """Returns the positive imaginary parts of the eigenvalues of HiPPO-N, [P], float64; the real parts are -1/2.
+    """Returns the positive imaginary parts of the eigenvalues of HiPPO-N, [states / 2]; `states` is even.
 
-    P is half of `states`, which must be even. HiPPO-N is -1/2 I plus the skew-symmetric matrix with entries
-    -sqrt((n + 1/2) (k + 1/2)) for n > k.
+    HiPPO-N is -1/2 I plus the skew-symmetric matrix with entries -sqrt((n + 1/2) (k + 1/2)) for n > k.
     """
     root = np.sqrt(np.arange(states) + 0.5)
     lower = np.tril(np.outer(root, root), -1)
@@ -181,17 +167,12 @@ def scan(
     """Computes the states of rows.
 
     Args:
-      system: the system in discrete time.
-      inputs: B u, [B, T, P], in any floating-point dtype.
-      segment_ids: [B, T]; a state does not pass from one segment to another.
-      before: the state before the first position, [B, P]; it belongs to the segment of the first position.
-      chunk: positions of a parallel prefix; the last chunk may be shorter.
-      continues: [B], whether the first position belongs to the segment of `before`; None: it does in all rows.
-      last_only: whether only the last state is wanted.
-      dtype: dtype of the returned states.
+      inputs: B u, [B, T, P].
+      before: [B, P], the state before the first position.
+      continues: [B], whether the first position continues `before`; None: it does in all rows.
 
     Returns:
-      The states [B, T, P] (None if `last_only`), and the last one [B, P], float32.
+      The states [B, T, P] (None if `last_only`), and the last one [B, P].
     """
     length, c = segment_ids.shape[1], min(chunk, segment_ids.shape[1])
     changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
@@ -228,23 +209,13 @@ def scan(
 def _prefix(
     decay: Complex, powers: Complex, inputs: Complex, groups: jax.Array, before: Complex, group: jax.Array
 ) -> Complex:
-    """Returns the states of one chunk [B, c, P].
-
-    Args:
-      decay: [P].
-      powers: `_powers(decay, c)`; has no gradient of its own: that of `decay` includes it.
-      inputs: [B, c, P], added to the states.
-      groups: numbers of segments, [B, c].
-      before: the state before the chunk, [B, P].
-      group: its segment, [B].
-    """
+    """Returns the states of a chunk, [B, c, P]; the gradient of `decay` includes that of `powers`."""
     states = _doubled(decay, inputs, groups)
     carried = powers * Complex(*(a[:, None] for a in before))
     return states + carried.where((groups == group[:, None])[..., None])
 
 
 def _powers(decay: Complex, count: int) -> Complex:
-    """Returns decay^1 to decay^count, [count, P]."""
     power, powers, shift = decay, Complex(*(a[None] for a in decay)), 1
     while shift < count:
         powers = Complex(*(jnp.concatenate(pair) for pair in zip(powers, power * powers, strict=True)))
@@ -253,7 +224,6 @@ def _powers(decay: Complex, count: int) -> Complex:
 
 
 def _doubled(decay: Complex, inputs: Complex, groups: jax.Array, *, reverse: bool = False) -> Complex:
-    """Returns the states [B, c, P] that start from an empty one; `reverse`: from the last position to the first."""
     states, power, shift = inputs, decay, 1
     while shift < groups.shape[1]:
         pads, kept = ((0, shift), slice(shift, None)) if reverse else ((shift, 0), slice(None, -shift))
@@ -272,7 +242,6 @@ def _prefix_forward(
 
 
 def _prefix_backward(saved: tuple, of_states: Complex) -> tuple:
-    """Runs the adjoint recurrence: the same with the conjugate of the decay, from the last position to the first."""
     decay, groups, before, group, states = saved
     conjugate = Complex(decay.re, -decay.im)
     back = _doubled(conjugate, of_states, groups, reverse=True)  # gradients of the inputs
@@ -303,11 +272,9 @@ def states_of_rows(
     dtype: Any,
     continues: jax.Array | None = None,
 ) -> tuple[Complex, Complex]:
-    """Returns the states of rows, which may be sharded by position, and the last one; see `scan`.
+    """Returns the states of rows, whose positions may be sharded, and the last one.
 
-    Args:
-      system, inputs, segment_ids, chunk, dtype, continues: as in `scan`.
-      before: the state before the first position; None: empty.
+    Args: as in `scan`; `before` None: empty.
     """
     before = before or Complex(*(jnp.zeros((a.shape[0], a.shape[2])) for a in inputs))
     continues = jnp.ones(segment_ids.shape[:1], bool) if continues is None else continues
@@ -340,11 +307,6 @@ def _scan_on_chip(
     chunk: int,
     dtype: Any,
 ) -> tuple[Complex, Complex]:
-    """Runs `scan` on the consecutive positions of one chip, starting from the last states of the chips before it.
-
-    `state` is the one before the row, and `axes` are the mesh axes that shard positions. Returns the states of these
-    positions, and the last state of the row.
-    """
     empty = jax.tree.map(jnp.zeros_like, state)
     _, own = scan(system, inputs, segment_ids, empty, chunk=chunk, last_only=True)
     ends = segment_ids[:, 0], segment_ids[:, -1], jnp.all(segment_ids == segment_ids[:, :1], axis=1)
@@ -371,8 +333,6 @@ def _power(decay: Complex, exponent: int) -> Complex:
 
 
 class _Layer(hk.Module):
-    """The Haiku module of the layer: its parameters, and the function from the stream to the output."""
-
     def __init__(self, settings: S5, dtype: str, name: str):
         super().__init__(name)
         self.settings, self.dtype = settings, dtype
@@ -417,6 +377,5 @@ class _Layer(hk.Module):
         return logical.param(name, shape, axes, init, in_dims=in_dims, compute_dtype=self.dtype)
 
     def _initial_dt(self) -> np.ndarray:
-        """Returns step sizes from min_dt to max_dt in equal ratios, in a fixed arbitrary order, [P]."""
         every = np.geomspace(self.settings.min_dt, self.settings.max_dt, self.settings.states // 2)
         return np.random.default_rng(0).permutation(every)

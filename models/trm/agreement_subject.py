@@ -1,7 +1,4 @@
-"""A small recursive model, its optimizer and its batches, on which strategies are compared with one device.
-
-In the batches puzzles recur, and some labels are excluded from the loss.
-"""
+"""A small recursive model, its optimizer and its batches, on which strategies are compared with one device."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -41,7 +38,7 @@ class _HasPuzzles(Protocol):
 
 
 def is_for(model: Model) -> bool:
-    """Returns whether a model has `num_puzzles`, and so needs batches of puzzles."""
+    """Returns whether a model has `num_puzzles`."""
     return can(model, _HasPuzzles)
 
 

@@ -1,4 +1,4 @@
-"""The configuration of the Tiny Recursive Model: its fields, their validation, and derived sizes."""
+"""The configuration of the Tiny Recursive Model."""
 
 import dataclasses
 import math
@@ -19,36 +19,25 @@ class Config:
     """The configuration of a Tiny Recursive Model.
 
     Attributes:
-      vocab_size: number of different tokens that a cell can have; stored rounded up to a multiple of `vocab_multiple`.
-      embed_dim, num_heads, num_layers: sizes of the network; num_heads is used by attention only, whose heads must
-        have an even size.
+      vocab_size: number of different tokens that a cell can have.
+      embed_dim, num_heads, num_layers: sizes of the network; num_heads is read by attention only.
       expansion: a feed-forward layer has expansion * 2/3 hidden units per input, rounded up to a multiple of 256.
-      mixer: how positions are mixed: "attention", or "mlp": a feed-forward layer over positions, whose shapes depend on
-        the number of cells.
+      mixer: "attention", or "mlp": a feed-forward layer over positions.
       positions: how cells know their position: "rope", "learned" or "none"; "auto": "rope" for attention, else "none".
       h_cycles, l_cycles: outer and inner cycles of the recursion.
       latents, gradient, remat, unroll: see `models.trm.net.Recursion`.
-      num_puzzles: rows of the puzzle table, which has an embedding for each puzzle id; stored rounded up to a multiple
-        of `puzzle_multiple`.
-      puzzle_dim: width of a puzzle's embedding, at most prefix_length x embed_dim; None: embed_dim; 0: no table, and
-        prefix_length must be 0, too.
-      prefix_length: number of positions before the cells; they contain the puzzle's embedding, padded with zeros.
-      halt_bias: initial bias of both logits of the halting head, whose matrix starts at zero.
-      halt_max_steps: maximum number of steps for a puzzle, and the number of steps in evaluation.
-      exploration: probability, from 0 to 1, in each training step, that a row may not halt before a minimum number of
-        steps, drawn from 2 to halt_max_steps; a number, or a schedule (`models.trm.schedules.Linear`).
-      curriculum: how the cycles grow to h_cycles and l_cycles during training; None: all cycles from the start.
+      num_puzzles: number of puzzle ids.
+      puzzle_dim: width of the embedding of a puzzle id; None: embed_dim; 0: ids have no embeddings.
+      prefix_length: positions before the cells, for the puzzle's embedding; 0 if puzzle_dim is 0.
+      halt_bias: initial bias of the halting head.
+      halt_max_steps: most steps for a puzzle in training, and the number of steps in evaluation.
+      exploration: probability that a row may not halt before a drawn number of steps.
+      curriculum: how the cycles grow to h_cycles and l_cycles; None: all cycles from the start.
       probabilities: how the token loss turns logits into probabilities: "stablemax" or "softmax".
-      dtype: compute dtype, "bfloat16", "float32" or "float16"; parameters, norms, softmax and loss are float32. The
-        loss is a sum over rows, and is divided after the backward pass in float32. For float16 this acts as a loss
-        scale equal to the batch size; there is no other.
+      dtype: compute dtype, "bfloat16", "float32" or "float16".
       rope_theta, norm_eps: constants of the rotary embedding and of RMSNorm.
-      vocab_multiple, puzzle_multiple: vocabulary and puzzle table are stored with multiples of these numbers of
-        entries; part of the model, and independent of the mesh.
-
-    Raises:
-      UserError: a field is out of range or unknown, sizes do not fit together, or the curriculum starts above the
-        cycles or is given with `latents = "many"`.
+      vocab_multiple, puzzle_multiple: the tables of tokens and puzzles are padded to multiples of these numbers of
+        rows.
     """
 
     vocab_size: int
@@ -144,7 +133,7 @@ class Config:
 
     @property
     def recursion(self) -> Recursion:
-        """The structure of the recursion, for `models.trm.net.run`."""
+        """The structure of the recursion."""
         return Recursion(self.h_cycles, self.l_cycles, self.latents, self.gradient, self.remat, self.unroll)
 
     @property
@@ -154,12 +143,12 @@ class Config:
 
     @property
     def effective_depth(self) -> int:
-        """The number of layers applied in sequence in one step: outer cycles x (inner cycles + 1) x layers."""
+        """The number of layers applied in sequence in one step, with all cycles."""
         return self.h_cycles * (self.l_cycles + 1) * self.num_layers
 
     @property
     def num_latents(self) -> int:
-        """The number of latent states z; the answer y is not counted."""
+        """The number of latent states z."""
         return {"two": 1, "single": 0, "many": self.l_cycles}[self.latents]
 
     def mlp_width(self, width: int) -> int:

@@ -1,14 +1,14 @@
 """The carry of the Tiny Recursive Model, and the loss of one supervised step.
 
-Deep supervision is spread over training steps: each step is one round of recursion for every row of the batch. A row
-continues with its puzzle until it halts; then it takes the puzzle that the next batch has in this row, and starts from
-initial states. The next batch's puzzles in rows that have not halted are not used.
+A training step is one round of recursion for every row of the batch. A row keeps its puzzle until it halts; then it
+takes the puzzle that the next batch has in this row.
 
     where halted:  states <- initial, steps <- 0, data <- incoming
     recursion;  steps += 1;  halted <- steps = max, or (q_halt > 0 and steps >= m)
 
-max is `halt_max_steps`. m is drawn for each row and step: with the exploration probability uniformly from 2 to max,
-else 0. Random bits are keyed by global row.
+max is `halt_max_steps`. For each row and step, m is drawn uniformly from 2 to max with the exploration probability,
+else it is 0.
+
 B batch, T positions with prefix, S positions of a puzzle, D embed, V vocab as stored.
 """
 
@@ -27,14 +27,14 @@ DATA = ("inputs", "labels", "puzzle_ids")
 
 
 class Carry(NamedTuple):
-    """The state between training steps; the first axis of everything but `trained` is the row of the batch.
+    """The state between training steps.
 
     Attributes:
       states: answer and latents, each [B, T, D].
       steps: [B], int32, steps done on the current puzzle.
       halted: [B], bool: whether the row takes a new puzzle next.
       data: the current puzzles: inputs, labels [B, S] and puzzle_ids [B], int32.
-      trained: [], int32, training steps done, for `models.trm.schedules`.
+      trained: [], int32, training steps done.
     """
 
     states: States
@@ -45,11 +45,11 @@ class Carry(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The results of the heads that read the answer.
+    """The outputs of the heads.
 
     Attributes:
       logits: [B, S, V].
-      q_halt, q_continue: logits of the halting head, [B], float32; the loss does not use `q_continue`.
+      q_halt, q_continue: logits of the halting head, [B], float32; `q_continue` is not used.
     """
 
     logits: jax.Array
@@ -58,14 +58,14 @@ class Outputs(NamedTuple):
 
 
 def all_halted(batch: Batch, states: States) -> Carry:
-    """Returns a carry in which every row takes a new puzzle next; `states` are placeholders that are never read."""
+    """Returns a carry in which every row takes a new puzzle next; `states` are placeholders."""
     rows = batch["inputs"].shape[0]
     data = {name: jnp.zeros_like(batch[name]) for name in DATA}
     return Carry(states, jnp.zeros((rows,), jnp.int32), jnp.ones((rows,), bool), data, jnp.zeros((), jnp.int32))
 
 
 def refill(carry: Carry, batch: Batch, fresh: States) -> Carry:
-    """Gives every halted row its puzzle of `batch` and the initial states `fresh`, which are broadcast over rows."""
+    """Gives halted rows their puzzle of `batch` and the initial states `fresh`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         halted = carry.halted.reshape((-1,) + (1,) * (old.ndim - 1))
@@ -92,13 +92,11 @@ def halts(
     """Returns which rows halt in training, [B] bool.
 
     Args:
-      q_halt: [B], logit; positive: the model predicts that its answer is right.
+      q_halt: [B], logit.
       steps: [B], steps done on each row's puzzle, including this one.
-      key: random key of this training step.
       rows: [B], indices of the rows in the global batch.
       most: maximum number of steps of a row.
-      exploration: probability, in each training step, that a row may not halt before a minimum number of steps, drawn
-        from 2 to `most`.
+      exploration: probability of a minimum number of steps.
     """
     last = steps >= most
     if most == 1:
@@ -114,13 +112,13 @@ def halts(
 
 
 class Scores(NamedTuple):
-    """Losses, float32, and correctness of each row, [B].
+    """Losses and correctness of each row, [B].
 
     Attributes:
-      token_loss: mean loss over the row's labeled positions; 0 if there are none.
+      token_loss: mean loss over the row's labeled positions.
       halt_loss: binary cross-entropy of q_halt with target `right`.
-      accuracy: fraction of labeled positions that are right; 0 if there are none.
-      right: whether all labeled positions are right; true if there are none.
+      accuracy: fraction of labeled positions that are right.
+      right: whether all labeled positions are right.
       labeled: whether the row has a labeled position.
     """
 
@@ -132,7 +130,7 @@ class Scores(NamedTuple):
 
 
 def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:
-    """Returns the most likely valid token of every cell, [B, S] int32."""
+    """Returns the most likely token of every cell, [B, S], padding of the vocabulary excluded."""
     exists = jnp.arange(outputs.logits.shape[-1]) < vocab_size
     return jnp.argmax(jnp.where(exists, outputs.logits.astype(jnp.float32), -jnp.inf), axis=-1)
 
@@ -140,11 +138,7 @@ def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:
 def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabilities) -> Scores:
     """Returns losses and correctness of each row.
 
-    Args:
-      outputs: outputs of the heads.
-      labels: [B, S], int32; `core.types.IGNORED` excludes a position.
-      vocab_size: number of valid entries of V.
-      log_probabilities: `models.losses.log_stablemax` or `log_softmax`.
+    Args: labels [B, S] that are `core.types.IGNORED` do not count; `vocab_size` is without padding.
     """
     known = labels != IGNORED  # [B, S]
     count = jnp.sum(known, axis=-1)  # [B]
@@ -166,10 +160,9 @@ def sums(scores: Scores, q_halt: jax.Array, steps: jax.Array, *, rows: jax.Array
     """Returns the sums of losses and metrics over rows.
 
     Args:
-      scores: scores of the rows.
       q_halt, steps: as in `halts`.
       rows: [B], bool: rows included in the losses.
-      counted: [B], bool: rows included in the other metrics; "halted" is their number divided by that of `rows`.
+      counted: [B], bool: rows included in the other metrics.
     """
     weight, count = jnp.sum(rows, dtype=jnp.float32), jnp.sum(counted, dtype=jnp.float32)
 

@@ -3,12 +3,10 @@
     x = sqrt(D) [puzzle embedding, 0 … 0 | E[inputs]]     the prefix, then the cells
     y, z = recursion(y, z, x);   logits = y U without the prefix;   q_halt, q_continue = y[0] W + b
 
-y is the answer, z the latent states, E the embedding, U the output matrix, and W and b are those of the halting head.
+y is the answer, z the latent states, E the embedding, U the output matrix; W and b are those of the halting head.
+Jolicoeur-Martineau 2025, "Less is more: recursive reasoning with tiny networks", and its code.
 
-One training step is one round of recursion on a carry that persists between steps (`models.trm.halting`). Jolicoeur-
-Martineau 2025, "Less is more: recursive reasoning with tiny networks". Details that the paper does not specify follow
-its reference code. B batch, S positions of a puzzle, P prefix, T = P + S, D embed, F mlp, H heads, K head_dim, V vocab
-as stored, L layers, N puzzles as stored.
+B batch, S positions of a puzzle, T positions with prefix, D embed, V vocab as stored.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _LOG_PROBABILITIES = {"stablemax": losses.log_stablemax, "softmax": losses.log_s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TRM(Config):
-    """The Tiny Recursive Model; its fields, and the errors of wrong ones, are those of `models.trm.config.Config`.
+    """The Tiny Recursive Model; its fields are those of `models.trm.config.Config`.
 
     Batches have `inputs`, `labels` [B, S] (-100 is ignored) and `puzzle_ids` [B], int32.
     """
@@ -46,7 +44,6 @@ class TRM(Config):
     couples_rows: ClassVar[bool] = False
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters in float32; shapes of the mixer "mlp" and of learned positions depend on S."""
         return hk.transform(lambda: weights.make(self, self._length(batch))).init(rng)
 
     def init_carry(self, batch: Batch) -> Carry:
@@ -58,10 +55,9 @@ class TRM(Config):
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Runs one supervised step; returns the next carry and the loss, summed over all B rows.
+        """Runs one supervised step; returns the next carry, and the loss summed over rows.
 
-        Accuracies and `steps` are over the rows with labels that halted, other metrics over all rows. If there is a
-        puzzle table, `extras` names the rows of it that the step read. Evaluation calls `evaluate` instead.
+        Accuracies and the metric `steps` are over the rows with labels that halted.
         """
         del is_training
         w = self._cast(params, batch)
@@ -81,10 +77,9 @@ class TRM(Config):
         return carry, out._replace(extras=extras)
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Runs `halt_max_steps` steps from the initial states; sums the last step's results over the rows with labels.
+        """Runs `halt_max_steps` steps from the initial states; sums the last step's results over rows with labels.
 
-        Metrics include the exact accuracy after every step, as `exact_accuracy_step_03`; extras are the rows' answers:
-        `inputs` and `predicted` [B, S], `puzzle_ids` [B], int32, and the logit `q_halt` [B].
+        Metrics include the exact accuracy after each step, as `exact_accuracy_step_03`.
         """
         del rng  # evaluation is deterministic
         w = self._cast(params, batch)
@@ -113,7 +108,7 @@ class TRM(Config):
         return out._replace(metrics={**out.metrics, **by_step}, extras=answers)
 
     def predict(self, params: Params, batch: Batch) -> Outputs:
-        """Returns the heads' outputs after `halt_max_steps` steps; `halting.tokens` returns the answer from them."""
+        """Returns the heads' outputs after `halt_max_steps` steps."""
         w = self._cast(params, batch)
         x = self._embed(w, batch)
         states, _ = jax.lax.scan(
@@ -122,13 +117,9 @@ class TRM(Config):
         return self._heads(w, states)
 
     def flops_per_row(self, length: int, *, early: int | None = None) -> float:
-        """Returns the training FLOPs of one row in one step, without recomputation.
+        """Returns the training FLOPs of one row of `length` cells in one step, without recomputation.
 
-        All cycles run forward; of the last one, the calls that `gradient` selects also run backward.
-
-        Args:
-          length: S.
-          early: number of network calls in the cycles before the last; None: as many as without a curriculum.
+        `early` is the number of network calls in the cycles before the last; None: as many as without a curriculum.
         """
         d, f, t = self.embed_dim, self.mlp_width(self.embed_dim), length + self.prefix_length
         if self.mixer == "mlp":
@@ -142,14 +133,11 @@ class TRM(Config):
         return (early + calls + backward) * self.num_layers * layer + heads
 
     def flops_per_token(self, length: int) -> float:
-        """Returns the training FLOPs of one cell in one step, for puzzles of `length` cells."""
+        """Returns the training FLOPs of one cell in one step."""
         return self.flops_per_row(length) / length
 
     def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Returns the FLOPs of `steps` training steps with `rows` rows of `length` cells.
-
-        The cycles that a curriculum skips before the last outer cycle are not counted.
-        """
+        """Returns the FLOPs of `steps` training steps with `rows` rows of `length` cells."""
         if self.curriculum is None:
             return self.flops_per_row(length) * rows * steps
         stages = self.curriculum.stages(steps, h_cycles=self.h_cycles, l_cycles=self.l_cycles)
@@ -157,7 +145,6 @@ class TRM(Config):
         return rows * sum(each)
 
     def shrink(self, multiples: Mapping[str, int]) -> TRM:
-        """Returns a small model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
         heads = multiples["heads"]
         unit = math.lcm(16, multiples["embed"], 2 * heads * multiples["head_dim"])
         positions = math.lcm(multiples["length"], multiples["residual_length"])
@@ -189,7 +176,6 @@ class TRM(Config):
         return hk.transform(lambda: weights.make(self, self._length(batch))).apply(params, None)
 
     def _embed(self, w: Weights, data: Mapping[str, jax.Array]) -> jax.Array:
-        """Returns the scaled embeddings of puzzle and cells, plus learned positions if there are any, [B, T, D]."""
         x = derivatives.embedded(w.embedding, data["inputs"], ("batch", None), self.dtype)  # [B, S, D]
         if self.prefix_length:
             assert w.puzzle_table is not None

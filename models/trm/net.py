@@ -5,8 +5,7 @@ are not causal. x is the embedded puzzle, y the answer (z_h) and z the latent (z
 
     H times:  { L times:  z <- N(z + y + x);    y <- N(y + z) }
 
-Only the last of the H cycles has a gradient: the others see parameters, states and input through `stop_gradient`, so
-nothing of them is saved for the backward pass. Jolicoeur-Martineau 2025, section 4 and figure 3.
+Only the last of the H cycles has a gradient. Jolicoeur-Martineau 2025, section 4 and figure 3.
 
 B batch, T positions with prefix, D embed, F mlp, H heads, K head_dim, L layers.
 """
@@ -42,9 +41,8 @@ class States(NamedTuple):
     """The states that the recursion updates.
 
     Attributes:
-      z_h: [B, T, D], the answer; the heads read it.
-      z_l: the latents, each [B, T, D]. Their number depends on `Recursion.latents`: one for "two", none for "single",
-        one for each of the L inner cycles for "many".
+      z_h: [B, T, D], the answer.
+      z_l: the latents, each [B, T, D]; `Recursion.latents` says how many.
     """
 
     z_h: jax.Array
@@ -55,15 +53,13 @@ class Recursion(NamedTuple):
     """The structure of the recursion.
 
     Attributes:
-      h_cycles, l_cycles: outer and inner cycles.
       latents: which states there are: "two" (z and y), "single" (y only), "many" (y, and a z for each inner cycle).
-      gradient: what has a gradient: "last_cycle": the last outer cycle; "last_calls": only the last update of z and the
-        last one of y.
-      remat: what the backward pass recomputes: "none": nothing; "dots": all but matrix products; "full": everything;
-        "norms": everything but the outputs of norms; "mixing": the mixing over positions, and only the elementwise
-        parts of the feed-forward layer over channels.
-      unroll: number of calls of the last cycle that are unrolled. Their saved values are then not copied into a stacked
-        array, which is faster on TPUs by the compiler's estimate; on a CPU 1 is faster.
+      gradient: what has a gradient: "last_cycle": the last outer cycle; "last_calls": the last update of z and that of
+        y.
+      remat: what the backward pass recomputes: "none": nothing; "dots": all but products with weights; "full":
+        everything; "norms": all but the outputs of norms; "mixing": all but the outputs of norms and the inputs of
+        gates.
+      unroll: number of calls of the last cycle that are unrolled.
     """
 
     h_cycles: int
@@ -83,15 +79,13 @@ def run(
     recursion: Recursion,
     now: tuple[jax.Array, jax.Array] | None = None,
 ) -> States:
-    """Returns the states after the H cycles. Only the last has a gradient, for `layers` and `x`; `states` get none.
+    """Returns the states after the H cycles; the last has a gradient for `layers` and `x`.
 
     Args:
       layers: weights by layer, in the compute dtype.
-      states: initial states.
       x: the embedded puzzle, [B, T, D]; [T, B, D], as are the states, if `net` runs `mixing_block`.
       net: applies the blocks: `net(layers, x)` returns an array like x.
-      recursion: the structure of the recursion.
-      now: numbers of outer and inner cycles at this training step, [] int32, at most those of `recursion`; None: all.
+      now: outer and inner cycles at this training step, [] int32; None: those of `recursion`.
     """
     h_now, l_now = now or (None, None)
     still, still_x = jax.lax.stop_gradient((layers, x))
@@ -111,28 +105,16 @@ def run(
 
 
 def _skip(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """Returns `update(value)` if `is_on`, a boolean scalar, else the value; a skipped update costs nothing.
-
-    Not for the last cycle: its gradients would be summed over chips inside the branch, at every call.
-    """
+    """Computes the update only if `is_on`; in the last cycle, chips would sum its gradients at every call."""
     return jax.lax.cond(is_on, update, lambda v: v, value)
 
 
 def _mask(is_on: jax.Array, update: Callable, value: Any) -> Any:
-    """Returns `update(value)` if `is_on`, a boolean scalar, else the value; always computes the update.
-
-    Unlike with `_skip`, gradients are not summed over chips at every call.
-    """
     return jax.tree.map(functools.partial(jnp.where, is_on), update(value), value)
 
 
 class _Loop(NamedTuple):
-    """How repeated calls of the network are executed.
-
-    Attributes:
-      leave_out: `_skip` or `_mask`, for calls that a curriculum leaves out.
-      unroll: number of calls that are unrolled.
-    """
+    """How calls are repeated: `leave_out` is `_skip` or `_mask`, for calls that a curriculum leaves out."""
 
     leave_out: Callable
     unroll: int
@@ -149,10 +131,6 @@ def _cycle(
     l_now: jax.Array | None = None,
     loop: _Loop = _EARLY,
 ) -> States:
-    """Returns the states after the inner cycles and one update of the answer.
-
-    There are `l_now` inner cycles; None: as many as `recursion` has.
-    """
     stop = jax.lax.stop_gradient if recursion.gradient == "last_calls" else (lambda a: a)
     z_h, z_l = states
 
@@ -173,7 +151,7 @@ def _cycle(
 
 
 def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int, loop: _Loop = _EARLY) -> Any:
-    """Returns the value after one update less than `times` (None: than `most`); the caller makes the last one."""
+    """Makes one update less than `times` (None: than `most`); the caller makes the last one."""
 
     def body(value: Any, i: jax.Array) -> tuple[Any, None]:
         return update(value) if times is None else loop.leave_out(i < times, update, value), None
@@ -182,13 +160,9 @@ def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int,
 
 
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:
-    """Returns x [B, T, D] after attention over all positions and a feed-forward layer.
+    """Applies attention over all positions and a feed-forward layer to x [B, T, D].
 
-    Args:
-      weights: weights of the block.
-      x: [B, T, D].
-      theta: base of the rotary embedding; None: there is none.
-      eps: epsilon of the RMS norms.
+    Args: `theta` is the base of the rotary embedding; None: there is none.
     """
     x = logical.constrain(x, "batch", "residual_length", "embed")
     x = operations.rms_norm(x + _attend(weights, x, theta=theta), -1, eps)
@@ -198,10 +172,7 @@ def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: f
 
 
 def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
-    """Returns x after a feed-forward layer over positions, normalized over them, and then one over channels.
-
-    x is [T, B, D] here: with positions first and channels last, both layers are plain matrix products.
-    """
+    """Applies a feed-forward layer over positions and one over channels to x [T, B, D]."""
     x = logical.constrain(x, "residual_length", "batch", "embed")
     gate, up = (operations.over_positions(weights[name], x) for name in ("token_gate", "token_up"))
     gate, up = (logical.constrain(a, "mlp", "batch", "embed") for a in (gate, up))
@@ -212,7 +183,6 @@ def mixing_block(weights: Block, x: jax.Array, *, eps: float) -> jax.Array:
 
 
 def _feed_forward(weights: Block, x: jax.Array, axes: tuple[str, str], *, eps: float) -> jax.Array:
-    """Applies a feed-forward layer over channels and normalizes over them; `axes` are the two leading logical axes."""
     gate, up = (logical.constrain(x @ weights[name], *axes, "mlp") for name in ("gate", "up"))
     gate, up = (checkpoint_name(a, operations.GATED) for a in (gate, up))
     return operations.rms_norm(x + operations.swiglu(gate, up) @ weights["down"], -1, eps)

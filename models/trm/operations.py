@@ -1,9 +1,6 @@
-"""Operations of the blocks of the recursive network, with custom derivatives.
+"""Operations of the blocks of the recursive network, with custom derivatives that save little memory.
 
-The gradient runs through one cycle of network calls, so the values that each call saves take most of a step's memory.
-These derivatives save little: the gated unit its two inputs but no intermediate values, the norm its output and its
-scales. Values worth saving under rematerialization have checkpoint names: outputs and scales of norms (`NORMED`), and
-the inputs of the gate (`GATED`).
+For rematerialization, outputs and scales of norms have the checkpoint name `NORMED`, inputs of gates `GATED`.
 """
 
 import functools
@@ -36,7 +33,7 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def rms_norm(x: jax.Array, axis: int, eps: float) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + eps), with the mean over an axis, computed in float32, in the dtype of x."""
+    """Returns x / sqrt(mean(x^2) + eps), in the dtype of x; the mean, over `axis`, is in float32."""
     return _normed(x, axis, eps)[0]
 
 
@@ -66,8 +63,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def over_positions(w: jax.Array, x: jax.Array) -> jax.Array:
     """Applies a linear layer to the first axis: w [I, O], x [I, B, D] -> [O, B, D].
 
-    JAX's derivative of this product transposes the large operands, which is slow on a CPU. Here the operand with more
-    positions always comes first and is not transposed.
+    JAX's own derivative would transpose large arrays, which is slow on a CPU.
     """
     return jnp.einsum("io,ibd->obd", w, x)
 

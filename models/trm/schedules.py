@@ -1,13 +1,4 @@
-"""Schedules of the Tiny Recursive Model: exploration probability, and the number of cycles.
-
-The carry counts training steps: a schedule is a pure function of this number, which checkpoints save and which is the
-same on all chips. One program with loops of fixed length serves the whole run: nothing is recompiled when a curriculum
-advances.
-
-Skipped outer cycles without a gradient are branches of `lax.cond` and cost nothing. Skipped inner cycles of the last
-outer cycle are masked, and cost as much as others: inside a branch, weight gradients would be summed over all chips at
-every call, and steps would take 20% longer than without a curriculum, by the compiler's estimate for a v4-64.
-"""
+"""Schedules of the Tiny Recursive Model: exploration probability, and the number of cycles."""
 
 import dataclasses
 import itertools
@@ -23,13 +14,8 @@ class Linear:
     """A value that changes linearly from `start` to `end` and then stays constant.
 
     Attributes:
-      start: the value at step 0.
-      end: the value from step `share * total_steps` on.
       total_steps: number of steps of the run.
-      share: fraction of the run, above 0 and at most 1, during which the value changes.
-
-    Raises:
-      UserError: `total_steps` is below 1, or the share is outside (0, 1].
+      share: fraction of the run during which the value changes.
     """
 
     start: float
@@ -41,23 +27,18 @@ class Linear:
         _check(self, where="Linear")
 
     def at(self, step: jax.Array) -> jax.Array:
-        """Returns the value at a training step, counted from 0; float32."""
+        """Returns the value at a training step, counted from 0."""
         return self.start + (self.end - self.start) * _progress(self, step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """Numbers of recursion cycles that grow linearly, rounded, to those of the model.
-
-    Evaluation always uses all cycles.
+    """Numbers of recursion cycles that grow linearly, rounded, to those of the model; evaluation uses all cycles.
 
     Attributes:
-      h_cycles, l_cycles: outer and inner cycles at step 0; from 1 to those of the model.
+      h_cycles, l_cycles: outer and inner cycles at step 0.
       total_steps: number of steps of the run.
-      share: fraction of the run, above 0 and at most 1, after which all cycles are used.
-
-    Raises:
-      UserError: a number of cycles or `total_steps` is below 1, or the share is outside (0, 1].
+      share: fraction of the run during which they grow.
     """
 
     h_cycles: int = 1
@@ -71,7 +52,7 @@ class Curriculum:
         _check(self, where="Curriculum")
 
     def at(self, step: jax.Array, *, h_cycles: int, l_cycles: int) -> tuple[jax.Array, jax.Array]:
-        """Returns the outer and inner cycles at a training step, int32, given the final `h_cycles` and `l_cycles`."""
+        """Returns the outer and inner cycles at a training step, given the final `h_cycles` and `l_cycles`."""
         progress = _progress(self, step)
 
         def grown(first: int, last: int) -> jax.Array:
@@ -80,9 +61,9 @@ class Curriculum:
         return grown(self.h_cycles, h_cycles), grown(self.l_cycles, l_cycles)
 
     def stages(self, steps: int, *, h_cycles: int, l_cycles: int) -> list[tuple[int, int, int]]:
-        """Returns (number of steps, outer cycles, inner cycles) of each stage within the first `steps` steps, in order.
+        """Returns (number of steps, outer cycles, inner cycles) for ranges of the first `steps` steps.
 
-        A stage is a range of steps with the same cycles; `h_cycles` and `l_cycles` are the final numbers.
+        `h_cycles` and `l_cycles` are the final numbers.
         """
         h, l = (a.tolist() for a in self.at(jnp.arange(steps), h_cycles=h_cycles, l_cycles=l_cycles))  # noqa: E741
         return [(len(list(same)), *pair) for pair, same in itertools.groupby(zip(h, l, strict=True))]

@@ -1,10 +1,4 @@
-"""The parameters of the Tiny Recursive Model: shapes, logical axes and initialization.
-
-There are no norm scales, and no biases except in the halting head. The initial values of answer and latents are
-parameters that are not trained. The puzzle table and the matrix of the halting head start at zero, and its bias at
-`halt_bias`. All other parameters are drawn from a normal distribution truncated at two standard deviations and scaled
-to variance 1 / fan_in.
-"""
+"""The parameters of the Tiny Recursive Model: shapes, logical axes and initialization."""
 
 import functools
 import math
@@ -25,7 +19,7 @@ _TRUNCATED_STDDEV = 0.87962566103423978  # of a standard normal distribution tru
 
 
 class Weights(NamedTuple):
-    """The parameters, cast for computation but for the tables.
+    """The parameters.
 
     D embed, V vocab as stored, T positions with prefix, N puzzles as stored.
     """
@@ -41,7 +35,7 @@ class Weights(NamedTuple):
 
 
 def make(model: Config, length: int) -> Weights:
-    """Creates or reads the parameters; call it inside `hk.transform`. `length` is T, the positions with the prefix."""
+    """Creates or reads the parameters inside `hk.transform`; `length` is T, the positions with the prefix."""
     d, v, dtype = model.embed_dim, model.stored_vocab_size, model.dtype
     rows, columns = (_entries(model, axis=axis) for axis in (0, 1))
     bias = hk.initializers.Constant(model.halt_bias)
@@ -58,13 +52,11 @@ def make(model: Config, length: int) -> Weights:
 
 
 def truncated_normal(fan_in: int) -> hk.initializers.TruncatedNormal:
-    """Returns an initializer: a normal distribution truncated at two standard deviations, with variance 1 / fan_in."""
+    """Returns a truncated normal initializer with variance 1 / fan_in."""
     return hk.initializers.TruncatedNormal(1 / (math.sqrt(fan_in) * _TRUNCATED_STDDEV))
 
 
 def _entries(model: Config, *, axis: int):
-    """Returns an initializer of a matrix with the vocabulary along `axis`, 0 or 1; entries of its padding are zero."""
-
     def init(shape, dtype) -> jax.Array:
         exists = jnp.arange(shape[axis]) < model.vocab_size
         drawn = truncated_normal(model.embed_dim)(shape, dtype)
@@ -74,7 +66,6 @@ def _entries(model: Config, *, axis: int):
 
 
 def _starts(model: Config) -> States:
-    """Returns the initial states, which all puzzles share and which are not trained."""
     d, count, dtype = model.embed_dim, model.num_latents, model.dtype
     fixed = functools.partial(logical.param, init=truncated_normal(1), trainable=False, compute_dtype=dtype)
     z_h = fixed("h_init", (d,), ("embed",))

@@ -2,16 +2,11 @@
 
     h = base(chunk);    SKIP: logits = h E';    UPDATE: logits = (h + TTT(RMSNorm(h))) E'
 
-E' is the output matrix of the base, whose positions start again in every chunk. The output matrix of the layer starts
-at zero, so that UPDATE equals SKIP before training. Only the layer, the norm before it and the factor of its learning
-rates are trained; the base has no gradient, and no activations are saved for one. The loss is the cross-entropy plus a
-share of the inner models' reconstruction losses.
-
-As in the paper, a decision reads signals of its whole chunk and applies to all tokens of the chunk: in that sense a
-gated model is causal only from chunk to chunk.
+E' is the output matrix of the base, whose positions start again in every chunk. A gate decides between SKIP and UPDATE
+from signals of the whole chunk, so the model is causal only from chunk to chunk.
 
 "When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026.
-R rows of chunks, C positions of a chunk, n chunks of a row of the batch, D embed, H heads, N mini-batches of a chunk.
+R rows of chunks, C positions of a chunk, n chunks of a row of the batch, D embed, H heads.
 """
 
 from __future__ import annotations
@@ -56,7 +51,7 @@ class Adapter(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The chunks of a batch, or those at one place in its rows; each chunk is a row.
+    """Chunks as rows.
 
     Attributes:
       hidden: [R, C, D], hidden states of the base.
@@ -71,7 +66,7 @@ class Chunks(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The P positions of each chunk whose cross-entropy is computed: x [R, P, D], targets and weights [R, P]."""
+    """Positions whose cross-entropy is computed: x [R, P, D], targets and weights [R, P]."""
 
     x: jax.Array
     targets: jax.Array
@@ -82,8 +77,8 @@ class Read(NamedTuple):
     """The output and the signals of the layer for chunks.
 
     Attributes:
-      output: [R, C, D], the input of the output matrix under UPDATE.
-      signals: [R] each; `loss`, that of the base model, is always 0 here.
+      output: [R, C, D].
+      signals: [R] each; `loss` is 0 here.
     """
 
     output: jax.Array
@@ -91,8 +86,6 @@ class Read(NamedTuple):
 
 
 class _Parameters(hk.Module):
-    """The Haiku module that creates or reads the parameters of the adapter."""
-
     def __call__(self, model: AdaptedDecoder) -> Adapter:
         d, dtype = model.base.embed_dim, model.base.dtype
         scale = logical.param("gating_scale", (), (), jnp.ones) if model.gating_scale else None
@@ -102,28 +95,20 @@ class _Parameters(hk.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptedDecoder:
-    """A `core.types.Model`: a frozen decoder with an adapter; batches are those of the decoder.
+    """A frozen decoder with an adapter; batches are those of the decoder.
 
-    A batch may have the field `hidden`, the hidden states of the base; then the base is not run.
+    If a batch has the field `hidden`, the hidden states of the base, the base is not run.
 
     Attributes:
       base: the decoder; its parameters come from the folder or run that INIT_FROM names.
-      layer: the settings of the adapter.
       chunk: C, positions of a chunk; a multiple of `layer.mini_batch` that divides the length of a row.
-      carry: "none": every chunk starts from the learned initial weights; "document": weights are carried from chunk to
-        chunk of a row, and start again with every segment.
-      gate: decides in training which chunks use the layer; its state is the model's carry.
-      per_batch: whether chunks share one decision: all those of a batch, or with `carry` = "document" those at the same
-        place in their rows.
-      gating_scale: whether the learning rates of the inner models have a learned factor, which starts at 1.
-      loss_positions: number of positions of each chunk, from 1 to C, whose cross-entropy is computed in training; they
-        are drawn anew in every step. None: all. The logits of a large vocabulary can be most of the work of a step.
-      reconstruction_weight: weight, at least 0, of the reconstruction losses in the loss.
+      carry: what starts from the learned initial weights: "none": every chunk; "document": every segment of a row.
+      gate: decides in training which chunks use the layer.
+      per_batch: whether chunks that are read together share one decision.
+      gating_scale: whether the learning rates of the inner models have a learned factor.
+      loss_positions: number of positions of each chunk, drawn in training, whose cross-entropy is computed; None: all.
+      reconstruction_weight: weight of the reconstruction losses in the loss.
       base_dtype: dtype in which the base is stored, "bfloat16" or "float32".
-
-    Raises:
-      UserError: a setting is out of range, the chunk does not fit the mini-batch or the base, or the base has LoRA or
-        experts.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -181,10 +166,7 @@ class AdaptedDecoder:
     ) -> tuple[Any, LossOutput]:
         """Returns the gate's next state, and the loss under its decisions, summed over supervised positions.
 
-        The loss is cross-entropy plus the weighted reconstruction loss of chunks with UPDATE. In training, only
-        `loss_positions` positions of each chunk count, unless it is None.
-
-        Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
+        The loss is cross-entropy plus the weighted reconstruction loss of chunks with UPDATE.
         """
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
         key = jax.random.key(0) if rng is None else rng
@@ -208,12 +190,7 @@ class AdaptedDecoder:
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
         """Returns the cross-entropy with UPDATE in all chunks, and that with SKIP as the metric `loss_skip`.
 
-        For every chunk [B, n], extras have `tokens`, the number of supervised positions, and the cross-entropy summed
-        over these, `loss_skip` and `loss_update`. They also have the reconstruction losses `initial`, `step_0` and
-        `step_1`, [B, n], and the batch's `documents`, if there are any. With `carry = "document"`, every chunk updates
-        the weights.
-
-        Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
+        Extras have the values of every chunk, [B, n], that `models.ttt.evaluation.collected` reads.
         """
         del rng
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
@@ -242,19 +219,11 @@ class AdaptedDecoder:
         return LossOutput(update, weight, {"loss_skip": WeightedSum(skip, weight), **means}, answers)
 
     def decided(self, params: Params, state: Any, rng: jax.Array, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
-        """Reads chunks as the gate decides, and computes their losses without metrics, to measure the cost of a gate.
+        """Returns the gate's next state, and what results when chunks are read as the gate decides.
 
-        Args:
-          params: the parameters.
-          state: state of the gate, from `init_carry` or the batch before.
-          rng: the key of the gate's draws.
-          batch: as for `loss`.
+        That is, for every chunk [B, n], the decision `updates` and the summed cross-entropy `losses`.
 
-        Returns:
-          The gate's next state; for every chunk [B, n] the decision `updates` and the summed cross-entropy `losses`.
-
-        Raises:
-          UserError: C does not divide T, or the batch's `hidden` have another width than the base.
+        Args: `rng` is the key of the gate's draws; `batch` is as for `loss`.
         """
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
 
@@ -270,10 +239,7 @@ class AdaptedDecoder:
         return state, {name: self._by_row(value, batch["inputs"].shape[0]) for name, value in found.items()}
 
     def hidden(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns the hidden states of the base after its final norm, chunk by chunk, [B, T, D].
-
-        Raises UserError if C does not divide T.
-        """
+        """Returns the hidden states of the base after its final norm, chunk by chunk, [B, T, D]."""
         text = {name: self._split(batch[name]) for name in ("inputs", "targets", "segment_ids", "positions", "weights")}
         first = jnp.where(text["segment_ids"] == text["segment_ids"][:, :1], text["positions"][:, :1], 0)
         base = {module: leaves for module, leaves in params.items() if not module.startswith(_NAME)}
@@ -281,12 +247,12 @@ class AdaptedDecoder:
         return found.reshape(*batch["inputs"].shape, -1)
 
     def published(self, folder: str) -> PublishedFolder:
-        """Returns access to the base's parameters in the folder of a published model, as `Transformer.published`."""
+        """Returns access to the base's parameters in the folder of a published model."""
         return self.base.published(folder)
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """A shell wildcard over the paths of the parameters that the base lacks."""
+        """A wildcard over the paths of the parameters that the base lacks."""
         return (f"{_NAME}/*",)
 
     @property
@@ -309,19 +275,16 @@ class AdaptedDecoder:
         return 2.0 * sum(layer.multiplications(self.layer, self.base.embed_dim))
 
     def base_flops(self) -> float:
-        """Returns the FLOPs of the base for one token, forward, with its output matrix."""
+        """Returns the FLOPs of the base for one token, forward."""
         return self.base.flops_per_token(self.chunk) / 3
 
     def flops_per_token(self, length: int) -> float:
-        """Returns the training FLOPs per token, as if every chunk were an UPDATE and all positions had a loss.
-
-        They are those of the base forward, of its output matrix and the layer also backward.
-        """
+        """Returns the training FLOPs per token if every chunk is an UPDATE and all positions have a loss."""
         del length
         return self.base_flops() + 2.0 * self.base.embed_dim * self.stored_vocab_size + 3 * self.layer_flops()
 
     def shrink(self, multiples: Mapping[str, int]) -> AdaptedDecoder:
-        """Returns a small model of this kind whose dimensions are multiples of `multiples`, by logical axis."""
+        """Returns a small model of this kind."""
         base, layer_ = self.base.shrink(multiples), self.layer.shrink(multiples)
         chunk = layer_.mini_batch * max(min(self.chunk, 64) // layer_.mini_batch, 1)
         positions = self.loss_positions and min(self.loss_positions, chunk)
@@ -331,10 +294,6 @@ class AdaptedDecoder:
         return hk.transform(lambda: _Parameters(_NAME)(self)).apply(params, None)
 
     def _chunks(self, params: Params, batch: Batch) -> Chunks:
-        """Returns the chunks of a batch, with a leading dimension along which they are read one after the other.
-
-        Raises UserError if C does not divide T, or the batch's `hidden` have another width than the base.
-        """
         rows, length = batch["inputs"].shape
         text = {name: self._split(batch[name]) for name in ("targets", "segment_ids", "weights")}
         hidden = self._split(batch[HIDDEN] if HIDDEN in batch else self.hidden(params, batch))
@@ -351,7 +310,7 @@ class AdaptedDecoder:
         return jax.tree.map(lambda a: jnp.swapaxes(a.reshape(rows, count, *a.shape[1:]), 0, 1), found)
 
     def _split(self, a: jax.Array) -> jax.Array:
-        """Divides rows [B, T, ...] into chunks, [B n, C, ...]; raises UserError if C does not divide T."""
+        """Divides rows [B, T, ...] into chunks, [B n, C, ...]."""
         rows, length = a.shape[:2]
         if length % self.chunk:
             raise UserError(
@@ -365,7 +324,6 @@ class AdaptedDecoder:
         return value.reshape(rows, -1) if self.carry == "none" else value.T
 
     def _start(self, adapter: Adapter, chunks: Chunks) -> Any:
-        """Returns the state of the layer that is carried from chunk to chunk; () with `carry = "none"`."""
         if self.carry == "none":
             return ()
         return layer.empty(self.layer, adapter.weights, chunks.hidden.shape[1], segments=True)
@@ -384,10 +342,6 @@ class AdaptedDecoder:
     def _decide(
         self, unembed: jax.Array, adapter: Adapter, state: Any, memory: Any, key: jax.Array, chunks: Chunks
     ) -> tuple[Any, Any, Read, jax.Array]:
-        """Returns the next states of gate and layer, the layer's output and signals, and the decisions [R].
-
-        If no chunk is an UPDATE, the layer is not run, unless the gate is `UPDATE` or reads the layer's signals.
-        """
         tokens = jnp.sum(chunks.weights, axis=1)
         rows = functools.partial(gates.decide_rows, self.gate, per_batch=self.per_batch)
         reads = self.gate.reads
@@ -430,14 +384,12 @@ class AdaptedDecoder:
         return LossOutput(out.loss_sum + self.reconstruction_weight * reconstruction, out.weight_sum, metrics)
 
     def _positions(self, rows: int, length: int) -> int:
-        """Returns the number of positions whose logits are computed at a time; follows `loss_chunk` of the decoder."""
         chunk = self.base.loss_chunk
         if chunk is None:
             chunk = chunked_loss.default_positions(rows, length, self.stored_vocab_size)
         return chunk or length
 
     def _losses(self, unembed: jax.Array, x: jax.Array, chunks: Chunks) -> jax.Array:
-        """Returns the cross-entropy of each chunk, [R], summed over supervised positions; logits are made in parts."""
         rows, length = x.shape[:2]
         pieces = -(-length // self._positions(rows, length))
         while length % pieces:
@@ -455,7 +407,6 @@ class AdaptedDecoder:
 
 
 def _in_order(one: Any, carry: Any, chunks: Chunks) -> tuple[Any, Any]:
-    """Runs `one(carry, (number, chunks)) -> (carry, out)` for the chunks at each place in rows, in order."""
     return jax.lax.scan(one, carry, (jnp.arange(chunks.hidden.shape[0]), chunks))
 
 
@@ -470,7 +421,6 @@ def _sampled(text: Text, keys: jax.Array, count: int) -> Text:
 
 
 def _chosen(updates: jax.Array, update: jax.Array, skip: jax.Array) -> jax.Array:
-    """Returns `update` in rows whose `updates` is true, and `skip` in others."""
     return jnp.where(updates.reshape(-1, *(1,) * (update.ndim - 1)), update, skip)
 
 
@@ -484,19 +434,14 @@ def adapted(
     settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AdaptedDecoder:
-    """Returns a decoder with an adapter, which by default is about as wide as the decoder.
+    """Returns a decoder with an adapter.
 
     Args:
       base: the decoder, such as `@pretrained.model()`.
-      inner: "linear" or "mlp".
-      head_dim: width of a head.
-      num_heads: number of heads; None: as many as fit in the width of the decoder, at least 1.
+      num_heads: None: as many as fit in the width of the decoder, at least 1.
       base_rate: learning rate of the inner model; None: 1 for "linear", 0.1 for "mlp", as published.
       settings: further fields of `TTTConfig`, by name.
       **options: further fields of `AdaptedDecoder`.
-
-    Raises:
-      UserError: as `TTTConfig` and `AdaptedDecoder`.
     """
     if num_heads is None:
         num_heads = max(base.embed_dim // max(head_dim, 1), 1)  # TTTConfig refuses heads without width

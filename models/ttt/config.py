@@ -18,26 +18,18 @@ class TTTConfig:
     """The settings of a layer of `models.ttt.layer`.
 
     Attributes:
-      inner: the model that is trained on the tokens of a row: "linear" (TTT-Linear) or "mlp" (TTT-MLP).
-      variant: "published" (Sun et al. 2024), or "ponder", as in the code of "When to Ponder" (2026). There the factor
-        for a token's place in its mini-batch belongs to the token that is learned from, instead of the token that
-        reads, and changes with `decay`. Rates are multiplied by 768 / width of the model, the convolutions end one
-        token earlier, and the epsilon of norms is 1e-5 instead of 1e-6.
-      num_heads, head_dim: number of heads, and the even size of each; the product is usually the model's width.
+      inner: the model that learns from the tokens of a row: "linear" (TTT-Linear) or "mlp" (TTT-MLP).
+      variant: "published" (Sun et al. 2024), or "ponder", as in the code of "When to Ponder" (2026).
+      num_heads, head_dim: number of heads, and the even size of each.
       mini_batch: number of successive tokens whose gradients are taken at the same weights.
       conv_width: number of tokens that the convolutions over queries and keys read.
-      base_rate: the learning rate, above 0, of the inner model, which learned factors multiply.
-      rope_theta: base of the rotary embedding, whose positions are those of tokens in their mini-batch.
+      base_rate: learning rate of the inner model, which learned factors multiply.
+      rope_theta: base of the rotary embedding of places in a mini-batch.
       expansion: hidden width of the inner MLP, in multiples of head_dim.
-      decay: rates grow by the factor exp(decay) from token to token of a mini-batch; 0 unless the variant is "ponder".
-      diagonal: 0: a token reads weights that have also learned from the token itself; -1: from earlier tokens only (a
-        control).
-      rate_scale: factor, at least 0, of the learning rate; 0 makes the layer static (a control).
-      resets: whether every mini-batch starts from the initial weights, instead of those after the one before it (a
-        control).
-
-    Raises:
-      UserError: a setting is out of range or unknown.
+      decay: a factor of rates grows by exp(decay) from token to token of a mini-batch; only for "ponder".
+      diagonal: 0: a token reads weights that have also learned from the token itself; -1: from earlier tokens only.
+      rate_scale: factor of the learning rate; 0 makes the layer static.
+      resets: whether every mini-batch starts from the initial weights.
     """
 
     inner: str = "linear"
@@ -72,11 +64,7 @@ class TTTConfig:
             raise UserError(f"TTTConfig.decay = {self.decay}: only the variant 'ponder' has a decay; expected 0")
 
     def shrink(self, multiples: Mapping[str, int]) -> TTTConfig:
-        """Returns the settings of a small layer of this kind, for smoke runs (a few steps on a CPU).
-
-        Args:
-          multiples: numbers of which sizes must be multiples, by logical axis; "heads" and "head_dim" are read.
-        """
+        """Returns the settings of a small layer."""
         head_dim = math.lcm(8, multiples["head_dim"])
         mini_batch = min(self.mini_batch, 16)
         return dataclasses.replace(self, num_heads=multiples["heads"], head_dim=head_dim, mini_batch=mini_batch)
@@ -108,6 +96,6 @@ class TTTConfig:
         return (self.head_dim, *hidden, self.head_dim)
 
     def rate_factor(self, width: int) -> float:
-        """Returns the constant factor of learning rates in a model whose residual stream has this width."""
+        """Returns the constant factor of learning rates in a model of this width."""
         factor = self.base_rate * self.rate_scale / self.head_dim
         return factor * _PONDER_WIDTH / width if self.is_ponder else factor

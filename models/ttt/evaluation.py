@@ -1,12 +1,7 @@
-"""Compares gates on the chunks of an evaluation: losses, budgets, and intervals of their differences.
+"""Compares gates (`models.ttt.gates`) on the chunks of an evaluation.
 
-An evaluation saves each chunk's losses with SKIP and UPDATE and the signals that gates read; the result of a gate
-follows from them without running the model again. With `carry = "document"`, weights are those of an adapter that every
-chunk has updated, whatever the gate decides. Intervals are by the bootstrap over documents, because chunks of one
-document are alike.
-
-    advantage = loss of SKIP - loss of UPDATE
-    recovery = (SKIP - gate) / (SKIP - oracle)          losses; the oracle has as many updates as the gate
+advantage = loss of SKIP - loss of UPDATE
+recovery = (SKIP - gate) / (SKIP - oracle)          losses; the oracle has as many updates as the gate
 """
 
 from __future__ import annotations
@@ -51,15 +46,14 @@ class Chunks(NamedTuple):
 
     @property
     def advantage(self) -> np.ndarray:
-        """The mean loss per token with SKIP minus that with UPDATE, of each chunk, in nats."""
+        """The mean loss per token with SKIP minus that with UPDATE, in nats."""
         return (self.loss_skip - self.loss_update) / self.tokens
 
 
 def collected(answers: Sequence[Mapping[str, np.ndarray]]) -> Chunks:
-    """Returns the chunks of an evaluation that have supervised positions.
+    """Returns the chunks that have supervised positions, given the extras of `AdaptedDecoder.evaluate` of each batch.
 
-    Args:
-      answers: the extras of `AdaptedDecoder.evaluate` of each batch. Without `documents`, every row is a document.
+    Without `documents`, every row is a document.
     """
     found: dict[str, list[np.ndarray]] = {name: [] for name in Chunks._fields}
     rows = 0
@@ -80,7 +74,7 @@ class Decided(NamedTuple):
 
     Attributes:
       updates: [chunks], bool: whether the chunk is an UPDATE.
-      thresholds: [chunks], float, the threshold of a `gates.Reconstruction` after each chunk; None for other gates.
+      thresholds: [chunks], after each chunk, for a `gates.Reconstruction`; None for other gates.
     """
 
     updates: np.ndarray
@@ -88,10 +82,7 @@ class Decided(NamedTuple):
 
 
 def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
-    """Returns the decisions of a gate about all chunks; `seed` is that of its random draws.
-
-    The gate is a `gates.Gate`, which decides in the order of the chunks, or has `decide_all`, as `gates.Oracle` does.
-    """
+    """Returns the decisions of a gate, a `gates.Gate` or one with `decide_all`."""
     if hasattr(gate, "decide_all"):
         return Decided(gate.decide_all(chunks.signals, chunks.advantage), None)
     key = jax.random.key(seed)
@@ -112,9 +103,8 @@ def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
 def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
     """Returns the scores of the decisions `updates`, [chunks] bool, by name.
 
-    The loss is a mean per token, in nats; the gain is the loss of SKIP minus this loss. Recovery is NaN if the oracle
-    gains nothing; agreement is the share of chunks about which the oracle decides alike. The oracle has as many
-    updates. The cost is the mean cost of a chunk.
+    The loss is a mean per token, in nats. Recovery is NaN if the oracle gains nothing. Agreement is the share of chunks
+    about which the oracle decides alike.
     """
     total = np.sum(chunks.tokens)
     rate = float(np.mean(updates))
@@ -143,15 +133,11 @@ def correlation(signal: np.ndarray, advantage: np.ndarray) -> float:
 def interval(
     chunks: Chunks, ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[float, float, float]:
-    """Returns the mean loss per token of `theirs` minus that of `ours`, and the bounds of its 95% interval.
+    """Returns the mean loss per token of `theirs` minus that of `ours`, and its 95% interval.
 
-    The interval is by the bootstrap: documents are drawn with replacement.
+    The interval is by the bootstrap over documents, because chunks of one document are alike.
 
-    Args:
-      chunks: the chunks.
-      ours, theirs: [chunks], summed losses of each chunk.
-      seed: seed of the draws.
-      resamples: number of draws, each of as many documents as there are.
+    Args: `ours` and `theirs` are summed losses, [chunks].
     """
     _, places = np.unique(chunks.document, return_inverse=True)
     count = int(places.max()) + 1

@@ -1,15 +1,9 @@
 """Gates decide whether a chunk is read with the adapter (UPDATE) or by the base alone (SKIP).
 
-A gate is a value with two pure functions, for use inside jit: `init()` returns its state, `decide(state, signals, key)`
-the next state and a decision. Chunks are decided one after the other, in the order of the rows of the global batch, so
-that decisions depend neither on hosts nor on the strategy. The state is part of a model's carry, and so of checkpoints.
+A `Gate` has two pure functions, for use inside jit: `init()` returns its state, `decide(state, signals, key)` the next
+state and a decision.
 
-    state, decisions = gates.decide_rows(gate, state, signals, real, key)
-
-`Oracle` and `Improvement` are for evaluation only: they decide with all of its chunks in view, also later ones.
-
-"When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026; signals and the rule of
-`Reconstruction` follow its code.
+"When to Ponder: Adaptive Compute Allocation for Code Generation via Test-Time Training", 2026, and its code.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ State = Any  # a tree of scalars, which a carry may hold; () if the gate has no 
 
 
 class Signals(NamedTuple):
-    """The signals from which a gate decides about a chunk; [] for one chunk, [B] for the rows of a batch.
+    """The signals from which a gate decides; [] for one chunk, [B] for rows.
 
     Attributes:
       loss: mean cross-entropy of the base alone, in nats.
@@ -43,7 +37,7 @@ class Signals(NamedTuple):
 
 
 class Gate(Protocol):
-    """Decides for each chunk, in order, whether it is read with the adapter (UPDATE) or by the base alone (SKIP)."""
+    """Decides for each chunk, in order, whether it is an UPDATE or a SKIP."""
 
     @property
     def reads(self) -> str:
@@ -53,12 +47,12 @@ class Gate(Protocol):
         """Returns the state before the first chunk."""
 
     def decide(self, state: State, signals: Signals, key: jax.Array) -> tuple[State, jax.Array]:
-        """Returns the next state, and whether the chunk is an UPDATE, [] bool; `key` is the chunk's own random key."""
+        """Returns the next state, and whether the chunk is an UPDATE, [] bool; `key` is the chunk's own."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant(Gate):
-    """Decides the same for every chunk; `SKIP` and `UPDATE` are the two instances."""
+    """Decides the same for every chunk."""
 
     updates: bool
     reads = ""
@@ -76,14 +70,7 @@ SKIP, UPDATE = Constant(False), Constant(True)
 
 @dataclasses.dataclass(frozen=True)
 class Random(Gate):
-    """Decides UPDATE at random, with a fixed probability.
-
-    Attributes:
-      probability: from 0 to 1.
-
-    Raises:
-      UserError: the probability is outside 0 to 1.
-    """
+    """Decides UPDATE at random, with a fixed probability."""
 
     probability: float = 0.5
     reads = ""
@@ -105,9 +92,6 @@ class LossThreshold(Gate):
 
     Attributes:
       threshold: mean cross-entropy per supervised token, in nats.
-
-    Raises:
-      UserError: the threshold is not a finite number.
     """
 
     threshold: float = 2.0
@@ -126,14 +110,11 @@ class LossThreshold(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class Average(Gate):
-    """Decides UPDATE if a signal is above its exponential average; the first chunk sets the average, and is an UPDATE.
+    """Decides UPDATE if a signal is above its exponential average; the first chunk is an UPDATE.
 
     Attributes:
       signal: "loss", or "reconstruction" for `Signals.step_0`.
-      decay: weight of the past in the average, from 0 to 1.
-
-    Raises:
-      UserError: the signal is unknown, or the weight is outside 0 to 1.
+      decay: weight of the past in the average.
     """
 
     signal: str = "loss"
@@ -162,22 +143,19 @@ class Average(Gate):
 
 @dataclasses.dataclass(frozen=True)
 class Reconstruction(Gate):
-    """Decides UPDATE if `Signals.step_0` is above a threshold theta that adapts to a budget: the gate of the paper.
+    """Decides UPDATE if `Signals.step_0` is above a threshold theta: the gate of the paper.
 
-    The first `calibration` chunks are updates; their signals set the threshold to the quantile that leaves about the
-    share rho = (budget - 1) / 2 above it. From the last chunk of the calibration on, each decision u, 1 for UPDATE and
-    0 for SKIP, changes the threshold and the rate r of updates, which begins at rho:
+    The first `calibration` chunks are updates; a quantile of their signals sets theta, with about the share rho =
+    (budget - 1) / 2 above it. From the last of these chunks on, each decision u, 1 for UPDATE and 0 for SKIP, changes
+    theta and the rate r of updates, which begins at rho:
 
         r <- (1 - alpha) r + alpha u;    theta <- max(least, theta + (r - rho) alpha max(floor, |theta|))
 
     Attributes:
       budget: mean cost of a chunk, from 1 (all SKIP) to 3 (all UPDATE).
-      calibration: number of chunks at the start that set the threshold, at least 1.
-      alpha: weight of the latest decision in the rate r, and step of the threshold; from 0 to 1.
-      floor, least: least scale of a change of the threshold, and least threshold, as in the formula.
-
-    Raises:
-      UserError: a setting is out of range.
+      calibration: number of chunks at the start that set the threshold.
+      alpha: weight of the latest decision in the rate r, and step of the threshold.
+      floor, least: least scale of a change of the threshold, and least threshold.
     """
 
     budget: float = 2.0
@@ -200,10 +178,7 @@ class Reconstruction(Gate):
         return (self.budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)
 
     def init(self) -> State:
-        """Returns the state before the first chunk.
-
-        The signals of the calibration are separate scalars: an array in a carry would be taken for one with a row axis.
-        """
+        """Returns scalars, because an array in a carry would be taken for one with a row axis."""
         zero = jnp.zeros(())
         return {
             "chunks": jnp.zeros((), jnp.int32),
@@ -235,18 +210,12 @@ class Reconstruction(Gate):
 def decide_rows(
     gate: Gate, state: State, signals: Signals, real: jax.Array, key: jax.Array, *, per_batch: bool = False
 ) -> tuple[State, jax.Array]:
-    """Returns a gate's decisions about one chunk of each row of a batch, in the order of the rows.
+    """Returns a gate's next state, and its decisions about a chunk of each row, [B] bool.
 
     Args:
-      gate: the gate.
-      state: the gate's state before the first row.
-      signals: signals of the chunks, [B] each.
-      real: [B], bool, whether the row's chunk counts; the others are SKIP and leave the state as it is.
-      key: the key of the batch, from which rows get keys of their own unless `per_batch`.
+      signals: [B] each.
+      real: [B], bool, whether the row's chunk counts; others are SKIP and leave the state as it is.
       per_batch: whether all rows get one decision, from the mean signals of the real ones.
-
-    Returns:
-      The state after the last row, and the decisions, [B] bool.
     """
     if per_batch:
         count = jnp.maximum(jnp.sum(real), 1)
@@ -263,19 +232,15 @@ def decide_rows(
 
 
 def _kept(after: State, before: State, is_real: jax.Array) -> State:
-    """Returns the state after a decision that counts, otherwise that before it."""
     return jax.tree.map(lambda a, b: jnp.where(is_real, a, b).astype(b.dtype), after, before)
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """Decides UPDATE, with hindsight, for the chunks that gain most by it: a share of all, or all that gain anything.
+    """Decides UPDATE, with hindsight, for the chunks that gain most by it.
 
     Attributes:
-      rate: the share of chunks, from 0 to 1; None: greedy, every chunk with a positive advantage.
-
-    Raises:
-      UserError: the share is outside 0 to 1.
+      rate: the share of all chunks that are updates, from 0 to 1; None: every chunk with a positive advantage.
     """
 
     rate: float | None = 0.5
@@ -285,24 +250,14 @@ class Oracle:
             check_number(self.rate, where="gates.Oracle.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
-        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool; the signals are not used.
-
-        `advantage` [chunks] is the loss with SKIP minus that with UPDATE.
-        """
+        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool."""
         del signals
         return advantage > 0 if self.rate is None else _top(advantage, self.rate)
 
 
 @dataclasses.dataclass(frozen=True)
 class Improvement:
-    """Decides UPDATE for the share of all chunks with the largest fall from `Signals.step_0` to `Signals.step_1`.
-
-    Attributes:
-      rate: the share of chunks, from 0 to 1.
-
-    Raises:
-      UserError: the share is outside 0 to 1.
-    """
+    """Decides UPDATE for the share of chunks with the largest fall from `Signals.step_0` to `Signals.step_1`."""
 
     rate: float = 0.5
 
@@ -310,28 +265,21 @@ class Improvement:
         check_number(self.rate, where="gates.Improvement.rate", least=0.0, most=1.0)
 
     def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
-        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool; the advantage is not used."""
+        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool."""
         del advantage
         return _top(np.asarray(signals.step_0) - np.asarray(signals.step_1), self.rate)
 
 
 def _top(values: np.ndarray, rate: float) -> np.ndarray:
-    """Returns which values are among the round(rate * number of values) largest, [values] bool."""
     chosen = np.zeros(len(values), bool)
     chosen[np.argsort(-values, kind="stable")[: round(rate * len(values))]] = True
     return chosen
 
 
 def named(name: str, *, budget: float = 2.0) -> Any:
-    """Returns the gate that commands call `name`.
+    """Returns the gate that commands call `name`, such as "skip", "random" or "oracle".
 
-    Args:
-      name: such as "skip", "random" or "oracle".
-      budget: the mean cost of a chunk, from 1 (every chunk SKIP) to 3 (every chunk UPDATE), for the gates "random",
-        "reconstruction", "oracle" and "improvement"; the others do not read it.
-
-    Raises:
-      UserError: the name is unknown, or the budget is outside 1 to 3.
+    `budget` is the mean cost of a chunk, from 1 (every chunk SKIP) to 3 (every chunk UPDATE); not all gates read it.
     """
     check_number(budget, where="gates.budget", least=SKIP_COST, most=UPDATE_COST)
     rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)

@@ -1,27 +1,22 @@
 """The inner loop of test-time training: every head of every row has a small model that learns from the row's tokens.
 
-The inner model f learns to map the key of a token to its value minus its key. Gradients of a mini-batch are taken
-at the weights before it, so that they can be computed together. Token t reads weights W_t that have learned from the
-tokens of the mini-batch up to t:
+The inner model f learns to map the key of a token to its value minus its key. Token t reads weights W_t that have
+learned from the tokens of its mini-batch up to t, with gradients at the weights W_0 before the mini-batch:
 
-    g_s = d/df 1/2 |LN(f(k_s; W_0)) - (v_s - k_s)|^2         for all tokens s of the mini-batch
+    g_s = d/df 1/2 |LN(f(k_s; W_0)) - (v_s - k_s)|^2
     W_t = W_0 - a_t sum_{s <= t} rate_s d f/dW (k_s)' g_s
     o_t = q_t + LN(f(q_t; W_t))
 
-The weights after the last token begin the next mini-batch. `mini_batch` computes this in matrix products, without the
-weights of single tokens (the dual form); `token` computes one token, for generation. With eta_ts = a_t rate_s for
-s <= t, else 0, each layer of the inner model has the outputs Z for queries:
+`mini_batch` computes this in matrix products. With eta_ts = a_t rate_s for s <= t, else 0, each layer of the inner
+model has the outputs Z for queries:
 
     Z = X W_0 + c_0 - (eta o (X X_k') + eta) G
 
 X are the layer's inputs for queries, X_k those for keys, G the gradients of its outputs for keys; W_0 and c_0 are its
-weight and bias before the mini-batch, and o multiplies elements.
+weight and bias, and o multiplies elements.
 
-Sun et al. 2024, "Learning to (Learn at Test Time): RNNs with Expressive Hidden States", sections 2.4 and 2.5.
-
-The tokens of a row may belong to several segments: the first token of a segment finds the initial weights. Mini-batches
-are counted from the start of the row. All arrays are float32 (float64 for float64 inputs); products have JAX's default
-precision, which on TPUs rounds their inputs to bfloat16 (`jax.default_matmul_precision` changes it).
+Sun et al. 2024, "Learning to (Learn at Test Time): RNNs with Expressive Hidden States", sections 2.4 and 2.5. A new
+segment starts from the initial weights. On TPUs, products round their inputs to bfloat16 by default.
 
 B rows, H heads, K head_dim, b tokens of a mini-batch, N mini-batches.
 """
@@ -60,11 +55,11 @@ class Norm(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The inputs of the inner loop for the tokens of a mini-batch; those of N mini-batches have a leading dimension N.
+    """The inputs of the inner loop for the tokens of a mini-batch.
 
     Attributes:
       query, key, value: [B, H, b, K].
-      rate: [B, H, b], the inner learning rate of each token.
+      rate: [B, H, b], the learning rate of each token.
       segment: [B, b], int32; None if every row is one segment.
     """
 
@@ -80,8 +75,8 @@ class Memory(NamedTuple):
 
     Attributes:
       fast: the inner models' weights at the start of a mini-batch.
-      sums: sums of gradients times rates over the tokens of this mini-batch so far, in the shapes of `fast`.
-      segment: [B], int32, the segment of the last token; -1 before the first one; None if every row is one segment.
+      sums: gradients times rates, summed over the tokens of this mini-batch so far.
+      segment: [B], int32, the segment of the last token, -1 before the first; None if every row is one segment.
     """
 
     fast: Fast
@@ -94,7 +89,6 @@ class Learned(NamedTuple):
 
     Attributes:
       initial: weights at the start of a segment, without the dimension B.
-      norm: the norm of the heads.
       token_rate: [b], the factors a_t of the learning rate.
     """
 
@@ -104,7 +98,7 @@ class Learned(NamedTuple):
 
 
 def start(learned: Learned, rows: int, *, segments: bool) -> Memory:
-    """Returns the memory before the first token of `rows` rows; `segments`: they may have several segments each."""
+    """Returns the memory before the first token of rows."""
     fast = jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, *a.shape)), learned.initial)
     return Memory(fast, jax.tree.map(jnp.zeros_like, fast), jnp.full((rows,), -1, jnp.int32) if segments else None)
 
@@ -130,7 +124,6 @@ def _output_gradient(z: jax.Array, target: jax.Array, norm: Norm) -> jax.Array:
 
 
 def _applied(layer: Linear, x: jax.Array) -> jax.Array:
-    """Returns layer(x), [B, H, b, out], for x [B, H, b, in]; the weights of the layer may lack the dimension B."""
     return x @ layer.weight + layer.bias[..., None, :]
 
 
@@ -138,11 +131,6 @@ Apply = Callable[[Callable[[Linear, jax.Array], jax.Array], int, jax.Array], jax
 
 
 def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tuple[Apply, jax.Array | None]:
-    """Returns a function that applies layers with the weights of each token's segment, and which segments are new.
-
-    The latter is [B, b] bool: whether the segment of the token is another than that of `memory`; None if every row is
-    one segment.
-    """
     if segment is None or memory.segment is None:
         return lambda fn, n, x: fn(memory.fast[n], x), None
     is_new = segment != memory.segment[:, None]  # [B, b]
@@ -151,10 +139,6 @@ def _of_segments(memory: Memory, initial: Fast, segment: jax.Array | None) -> tu
 
 
 def _gradients(apply: Apply, depth: int, tokens: Tokens, norm: Norm) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns the input of every layer and the gradient of its output, [B, H, b, ...], at the keys.
-
-    `apply` is that of `_of_segments`, and `depth` the number of layers.
-    """
     inputs: list[jax.Array] = [tokens.key]
     outputs: list[jax.Array] = []
     for n in range(depth):
@@ -168,7 +152,6 @@ def _gradients(apply: Apply, depth: int, tokens: Tokens, norm: Norm) -> tuple[li
 
 
 def _summed(inputs: list[jax.Array], gradients: list[jax.Array], rate: jax.Array) -> Fast:
-    """Returns the gradients of the layers' weights times the rates [B, H, b] of tokens, summed over tokens."""
     weighted = [g * rate[..., None] for g in gradients]
     return tuple(
         Linear(jnp.swapaxes(x, -1, -2) @ g, jnp.sum(g, axis=-2)) for x, g in zip(inputs, weighted, strict=True)
@@ -198,16 +181,12 @@ def mini_batch(
     """Runs a mini-batch.
 
     Args:
-      config: the settings.
-      learned: the learned constants.
-      first: the memory before the first mini-batch, for the first of the errors.
-      memory: the memory before this mini-batch, whose sums are 0.
-      tokens: its tokens, b or, at the end of a row, fewer.
+      first: the memory before the first mini-batch of the call, for the errors.
+      tokens: at most b.
       ends: whether the mini-batch is complete; otherwise the returned memory has its sums, and the weights before it.
 
     Returns:
-      The memory after it; the outputs o [B, H, b, K], and the mean square errors [B, H, 3] of the last token, as
-      described in `models.ttt.layer.Outcome`.
+      The memory after it; the outputs o [B, H, b, K]; the errors [B, H, 3] of `models.ttt.layer.Outcome`.
     """
     if config.resets:
         memory = memory._replace(fast=start(learned, tokens.key.shape[0], segments=False).fast)
@@ -244,7 +223,6 @@ def mini_batch(
 
 
 def _chosen(rows: jax.Array, ours: Fast, theirs: Fast) -> Fast:
-    """Returns `ours` in the rows where `rows`, [B] bool, is true, and `theirs` in others."""
     return jax.tree.map(lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), ours, theirs)
 
 
@@ -256,12 +234,9 @@ def _errors_of_last(tokens: Tokens, norm: Norm, *weights: Fast) -> jax.Array:
 def token(
     config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens, place: jax.Array
 ) -> tuple[Memory, jax.Array]:
-    """Runs one token of each row; token by token, this gives the result of `mini_batch`, up to rounding.
+    """Runs one token of each row; up to rounding, tokens one by one give what `mini_batch` gives.
 
     Args:
-      config: the settings.
-      learned: the learned constants.
-      memory: the memory before the token; every row is one segment.
       tokens: [B, H, 1, ...], without segments.
       place: [B], int32, the token's place in its mini-batch, from 0.
 
@@ -284,18 +259,12 @@ def token(
 def run(config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens) -> tuple[Memory, tuple[Any, Any]]:
     """Runs the mini-batches of rows.
 
-    The backward pass keeps the weights of about 2 sqrt(N) mini-batches: it recomputes groups of sqrt(N) mini-batches,
-    one group at a time.
-
     Args:
-      config: the settings.
-      learned: the learned constants.
       memory: the memory before the first token, which must begin a mini-batch.
       tokens: [B, H, T, ...] and segments [B, T], or None.
 
     Returns:
-      The memory after the last token; outputs [B, H, T, K] and mean square errors [B, H, N, 3] (see `mini_batch`); an
-      incomplete mini-batch at the end of the row counts as one.
+      The memory after the last token; the outputs [B, H, T, K] and errors [B, H, N, 3] (see `mini_batch`).
     """
     size, length = config.mini_batch, tokens.key.shape[2]
     count = length // size
@@ -324,14 +293,11 @@ def run(config: TTTConfig, learned: Learned, memory: Memory, tokens: Tokens) -> 
 
 
 def _range(tokens: Tokens, begin: int, end: int) -> Tokens:
-    """Returns the tokens from position `begin` up to `end`, which is excluded."""
     segment = None if tokens.segment is None else tokens.segment[:, begin:end]
     return Tokens._make((*(a[:, :, begin:end] for a in tokens[:4]), segment))
 
 
 def _divided(tokens: Tokens, count: int) -> Tokens:
-    """Divides the tokens of each row into `count` mini-batches (0: none), along a new first dimension."""
-
     def one(a: jax.Array, axis: int) -> jax.Array:
         a = a.reshape(*a.shape[:axis], count, -1, *a.shape[axis + 1 :]) if count else a[None][:0]
         return jnp.moveaxis(a, axis, 0) if count else a
@@ -341,6 +307,5 @@ def _divided(tokens: Tokens, count: int) -> Tokens:
 
 
 def _joined(found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Joins the outputs [N, B, H, b, K] and errors [N, B, H, 3] of mini-batches to those of rows."""
     outputs, errors = (jnp.moveaxis(a, 0, 2) for a in found)  # [B, H, N, ...]
     return outputs.reshape(*outputs.shape[:2], -1, outputs.shape[-1]), errors

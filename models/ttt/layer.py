@@ -4,9 +4,8 @@
     a_t = max(0, tau_t + 1 / (t + 1)),    rate_s = base_rate sigmoid(x_s w_h + b_h) / K
     y = (gelu(x W_g) * LN(inner loop(q, k, v))) W_o
 
-These are the formulas of the variant "published". t, from 0, is the place of a token in its mini-batch; the rotary
-embedding uses it, too. The convolutions are causal, with one kernel for each channel. Sun et al. 2024, section 2.7 and
-appendix A; as in the published code, queries and keys share a projection.
+This is the variant "published" (Sun et al. 2024, section 2.7 and appendix A). t, from 0, is the place of a token in
+its mini-batch, also for RoPE.
 
 B rows, T positions, D embed, H heads, K head_dim, b tokens of a mini-batch, w width of the convolutions.
 """
@@ -28,7 +27,7 @@ _STDDEV = 0.02  # initial weights of inner models and of the projection to learn
 
 
 class Weights(NamedTuple):
-    """The parameters of a layer, cast for computation."""
+    """The parameters of a layer."""
 
     query: jax.Array  # [D, H, K], also of keys
     value: jax.Array  # [D, H, K]
@@ -52,11 +51,8 @@ class State(NamedTuple):
     """The state of a layer between calls.
 
     Attributes:
-      memory: memory of the inner loop.
-      recent: [B, reach, H, K], projections q' of the last tokens, which the convolutions of later tokens read; `reach`
-        is `TTTConfig.conv_reach`.
-      recent_segment: [B, reach], int32, the segments of these tokens, -1 before the first token of the row; None if
-        every row is one segment.
+      recent: [B, reach, H, K], projections q' of the last `TTTConfig.conv_reach` tokens.
+      recent_segment: [B, reach], int32, the segments of these tokens, -1 before the row; None without segments.
       place: [B], int32, the place of the next token in its mini-batch, from 0.
     """
 
@@ -67,14 +63,12 @@ class State(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a layer for rows.
+    """The output [B, T, D] of a layer, and its state after the last token.
 
     Attributes:
-      output: [B, T, D].
-      state: the state after the last token.
       errors: [B, H, N, 3]: mean square errors of the inner model at the last token of each mini-batch, with the weights
-        before the first mini-batch of the call, before this one, and after it. If the token's segment begins after
-        such a point, its initial weights count instead.
+        before the call, before this mini-batch, and after it. If the token's segment begins later, its initial weights
+        count instead.
     """
 
     output: jax.Array
@@ -83,13 +77,11 @@ class Outcome(NamedTuple):
 
 
 def make(config: TTTConfig, embed_dim: int, *, dtype: str, output_init: hk.initializers.Initializer) -> Weights:
-    """Creates or reads the parameters; call it inside a Haiku module.
+    """Creates or reads the parameters inside a Haiku module.
 
     Args:
-      config: the settings.
-      embed_dim: D.
-      dtype: compute dtype of the projections; the inner loop computes in float32.
-      output_init: initializer of the output matrix; zeros make the layer return 0.
+      dtype: compute dtype of the projections.
+      output_init: initializer of the output matrix.
     """
     d, h, k = embed_dim, config.num_heads, config.head_dim
     heads = ("heads", "head_dim")
@@ -131,7 +123,7 @@ def make(config: TTTConfig, embed_dim: int, *, dtype: str, output_init: hk.initi
 
 
 def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
-    """Returns the multiplications per token of two parts: the matrices of the layer, and the inner loop."""
+    """Returns the multiplications per token of the layer's matrices, and of the inner loop."""
     products = sum(a * b for a, b in zip(config.sizes, config.sizes[1:], strict=False))  # number of weights of one head
     through = products - config.sizes[0] * config.sizes[1]  # gradients of hidden units
     mixed = config.mini_batch * (sum(config.sizes[:-1]) + sum(config.sizes[1:]))  # (X X_k') G
@@ -142,11 +134,7 @@ def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
 def empty(config: TTTConfig, weights: Weights, rows: int, *, segments: bool = False) -> State:
     """Returns the state before the first token of rows.
 
-    Args:
-      config: the settings.
-      weights: the parameters.
-      rows: number of rows.
-      segments: whether rows may have several segments; the state then keeps the segments of recent tokens.
+    Args: `segments`: whether rows may have several segments.
     """
     h, k = weights.norm_scale.shape
     wide = _wide(weights.query.dtype)
@@ -168,12 +156,9 @@ def run(
     """Runs the layer on rows.
 
     Args:
-      config: the settings.
-      weights: the parameters.
       x: [B, T, D].
-      segments: [B, T], int32, not negative; None if every row is one segment. A given `state` must have segments if and
-        only if these are given.
-      state: the state after earlier tokens, whose number must be a multiple of b; None: rows begin here.
+      segments: [B, T], int32, not negative; None, as in `state`, if every row is one segment.
+      state: the state after earlier tokens, a multiple of b; None: rows begin here.
       rate_scale: [B], a further factor of the learning rates; None: 1.
     """
     wide = _wide(x.dtype)
@@ -187,17 +172,12 @@ def run(
 
 
 def extend(config: TTTConfig, weights: Weights, x: jax.Array, state: State, real: jax.Array) -> tuple[jax.Array, State]:
-    """Runs the layer token by token, from any state.
+    """Runs the layer token by token; returns its output [B, T, D] and the next state.
 
     Args:
-      config: the settings.
-      weights: the parameters.
       x: [B, T, D].
-      state: the state of these rows, each of which is one segment.
-      real: [B, T], bool; a token that is not real leaves the state of its row as it was.
-
-    Returns:
-      The output [B, T, D], and the state after the last token.
+      state: of rows that are one segment each.
+      real: [B, T], bool; a token that is not real leaves its row's state as it was.
     """
     learned = _learned(config, weights, _wide(x.dtype))
 
@@ -224,7 +204,7 @@ def _learned(config: TTTConfig, weights: Weights, dtype: jnp.dtype) -> Learned:
 
 
 def _token_rate(weights: Weights) -> jax.Array:
-    """Returns max(0, tau_t + 1 / (t + 1)), [b]."""
+    """Returns a_t, [b]."""
     places = jnp.arange(1, len(weights.token_rate) + 1, dtype=weights.token_rate.dtype)
     return jnp.maximum(weights.token_rate + 1 / places, 0)
 
@@ -238,7 +218,6 @@ def _tokens(
     places: jax.Array,
     rate_scale: jax.Array | None,
 ) -> tuple[Tokens, jax.Array, jax.Array | None]:
-    """Returns the inner loop's inputs, and the next state's `recent` and `recent_segment`; `places` is [B or 1, T]."""
     wide = _wide(x.dtype)
     shared = jnp.einsum("btd,dhk->bthk", x, weights.query).astype(wide)
     value = jnp.einsum("btd,dhk->bthk", x, weights.value).astype(wide)
@@ -268,7 +247,6 @@ def _tokens(
 
 
 def _rates(config: TTTConfig, weights: Weights, x: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the learning rates of tokens, [B, T, H]."""
     wide = _wide(x.dtype)
     logits = jnp.einsum("btd,hd->bth", x, weights.rate).astype(wide) + weights.rate_bias
     rate = config.rate_factor(x.shape[-1]) * jax.nn.sigmoid(logits)
@@ -281,7 +259,6 @@ def _rates(config: TTTConfig, weights: Weights, x: jax.Array, places: jax.Array)
 def _convolved(
     config: TTTConfig, kernel: jax.Array, bias: jax.Array, seen: jax.Array, segments: jax.Array | None
 ) -> jax.Array:
-    """Returns the causal convolution [B, T, H, K] of `seen` [B, reach + T, H, K], within `segments` [B, reach + T]."""
     reach = config.conv_reach
     length = seen.shape[1] - reach
     total = bias.astype(seen.dtype)
@@ -301,14 +278,13 @@ def _angles(config: TTTConfig, places: jax.Array, dtype: jnp.dtype) -> tuple[jax
 
 
 def _turned(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs of neighbors (2 i, 2 i + 1) of x [B, T, H, K] by `angles`, from `_angles` (Su et al. 2021)."""
+    """Rotates the pairs (2 i, 2 i + 1) of x [B, T, H, K] by `angles` (Su et al. 2021)."""
     cos, sin = angles
     even, odd = x[..., 0::2], x[..., 1::2]
     return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
 
 
 def _output(config: TTTConfig, weights: Weights, x: jax.Array, inner: jax.Array) -> jax.Array:
-    """Normalizes the inner loop's outputs [B, H, T, K] over all heads, gates and projects them; returns [B, T, D]."""
     inner = jnp.swapaxes(inner, 1, 2)
     mean = jnp.mean(inner, axis=(2, 3), keepdims=True)
     variance = jnp.mean((inner - mean) ** 2, axis=(2, 3), keepdims=True)

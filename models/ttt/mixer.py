@@ -1,8 +1,4 @@
-"""A layer with test-time training as the mixer of a decoder's layers (TTT-LM).
-
-In generation the state of a row does not grow with the number of positions. It contains the weights of the row's inner
-models, the gradient sums of the current mini-batch, and the projections of tokens that the convolutions still read.
-"""
+"""A layer with test-time training as the mixer of a decoder's layers (TTT-LM)."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ class TTTMixer(Part):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The name of its Haiku module: `ttt_linear` or `ttt_mlp`."""
+        """The name of its Haiku module."""
         return f"ttt_{self.config.inner}"
 
     def __call__(self, decoder: Decoder, x: jax.Array, call: Call) -> Result:
@@ -94,7 +90,7 @@ class TTTMixer(Part):
         return {name: jnp.zeros(()) for name in (*_ERRORS, "counted")}
 
     def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
-        """Returns the loss with the reconstruction losses as metrics: means over mini-batches, heads and layers."""
+        """Returns the loss with the reconstruction losses as metrics."""
         del num_layers, is_training
         metrics = {f"{self.name}/{name}": WeightedSum(sums[name], sums["counted"]) for name in _ERRORS}
         return found._replace(metrics={**found.metrics, **metrics})
@@ -111,7 +107,6 @@ class TTTMixer(Part):
         return jax.tree.map(lambda a, b: jnp.where(is_new.reshape(-1, *(1,) * (a.ndim - 1)), a, b), first, state)
 
     def _sums(self, errors: jax.Array, segments: jax.Array) -> dict[str, jax.Array]:
-        """Returns sums of the errors [B, H, N, 3] over the mini-batches whose last position has a token."""
         size, (count, length) = self.config.mini_batch, (errors.shape[2], segments.shape[1])
         last = [min((n + 1) * size, length) - 1 for n in range(count)]
         counted = (segments[:, jnp.asarray(last)] > 0).astype(jnp.float32)  # [B, N]

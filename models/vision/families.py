@@ -1,7 +1,4 @@
-"""Published vision towers: the `config.json` of SigLIP and CLIP, and the names and layouts of their tensors.
-
-`models.vision.published` reads the models that have one of them inside.
-"""
+"""Published vision towers: the `config.json` of SigLIP and CLIP, and the names and layouts of their tensors."""
 
 from __future__ import annotations
 
@@ -46,15 +43,7 @@ _CLIP_COLORS = {name.removeprefix("image_"): tuple(colors) for name, colors in C
 
 
 def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
-    """Returns the fields of `VisionTower` that a `config.json` describes, and for CLIP its `mean` and `std`.
-
-    Args:
-      config: the content of the file.
-      where: name of the file, for messages.
-
-    Raises:
-      UserError: the `model_type` is unknown, or a value is one that the tower cannot express.
-    """
+    """Returns the fields of `VisionTower` that a `config.json` describes."""
     kind = config.get("model_type")
     if kind not in FAMILIES and kind not in INSIDE:
         raise UserError(
@@ -88,16 +77,9 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
 
 
 def pretrained(folder: str, **changes: Any) -> VisionTower:
-    """Returns the tower that the `config.json` of a folder describes, with fields replaced by `changes`.
+    """Returns the tower that a folder describes, with fields replaced by `changes`.
 
-    Args:
-      folder: local, gs:// or hf://OWNER/NAME.
-      **changes: fields of `VisionTower`.
-
-    Raises:
-      UserError: the file is missing or cannot be downloaded, it describes no supported vision model, or the fields do
-        not fit together.
-      TypeError: there is no field of a name in `changes`.
+    `folder` is local, gs:// or hf://OWNER/NAME.
     """
     found = published_files.small_files(folder)
     read = fields(families.read_config(found), where=str(found / published_files.CONFIG))
@@ -105,12 +87,12 @@ def pretrained(folder: str, **changes: Any) -> VisionTower:
 
 
 def keys(kind: str) -> frozenset[str]:
-    """Returns the keys that `fields` reads in the configuration of a kind of tower, except its `model_type`."""
+    """Returns the configuration keys, besides `model_type`, that `fields` reads."""
     return frozenset(_CLIP if kind.startswith("clip") else _SIGLIP)
 
 
 def sources(tower: VisionTower) -> dict[str, Source]:
-    """Returns the source of each parameter of a tower, by its path, without the prefix of tensor names."""
+    """Returns the source of each parameter of a tower, by its path."""
     result = {
         f"{NAME}_patches": Source("embeddings.patch_embedding.weight", "embed channels pixel_rows pixel_columns"),
         f"{NAME}_positions": Source("embeddings.position_embedding.weight", "_ embed"),
@@ -142,16 +124,7 @@ def sources(tower: VisionTower) -> dict[str, Source]:
 
 
 def published_folder(tower: VisionTower, folder: str, config: Mapping[str, Any]) -> PublishedFolder:
-    """Returns the parameters of a tower in the folder of a published model; reads headers only.
-
-    Args:
-      tower: the tower.
-      folder: local, gs:// or hf://OWNER/NAME.
-      config: the content of its `config.json`.
-
-    Raises:
-      UserError: `fields` cannot read it, or the folder has no safetensors files.
-    """
+    """Returns the parameters of a tower in a published model's folder; reads headers only."""
     name = published_files.described(folder)
     where = f"{name}/{published_files.CONFIG}"
     differing = differing_settings(VisionTower(**fields(config, where=where)), tower)
@@ -167,22 +140,18 @@ def published_folder(tower: VisionTower, folder: str, config: Mapping[str, Any])
 
 
 class TwoFolders:
-    """The parameters of a tower and of a decoder in two folders; a `core.checkpoints.warm_start.ParameterSource`.
-
-    Attributes:
-      notes: the notes of both folders, those of the tower first.
-    """
+    """The parameters of a tower and of a decoder in two folders."""
 
     def __init__(self, tower: PublishedFolder, decoder: PublishedFolder):
         self._folders = (tower, decoder)
         self.notes = (*tower.notes, *decoder.notes)
 
     def describe(self) -> str:
-        """Returns both folders' descriptions, joined by "and"."""
+        """Returns the descriptions of both folders."""
         return " and ".join(folder.describe() for folder in self._folders)
 
     def renamed(self, renames: Mapping[str, str]) -> TwoFolders:
-        """Returns the folders as if the tensors of the decoder had other names."""
+        """Returns the folders as if the decoder's tensors had other names."""
         tower, decoder = self._folders
         return TwoFolders(tower, decoder.renamed(renames))
 
@@ -191,22 +160,16 @@ class TwoFolders:
         return any(folder.has(path) for folder in self._folders)
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers of a parameter in the folder that has it; None if neither does."""
+        """Returns the number of layers of a parameter; None if neither folder has it."""
         return next((folder.num_layers(path) for folder in self._folders if folder.has(path)), None)
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns the differences between each folder and the parameters of a model that are read from it, as lines.
-
-        Arguments are as in `PublishedFolder.problems`.
-        """
+        """Returns the differences between the folders and the parameters of a model, as lines."""
         parts = [self._own(folder, shapes, specs) for folder in self._folders]
         return [line for folder, part in zip(self._folders, parts, strict=True) for line in folder.problems(*part)]
 
     def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
-        """Returns a tree like `abstract` with the parameters that this host needs, each from the folder that has it.
-
-        Arguments and errors are as in `PublishedFolder.load`.
-        """
+        """Returns the parameters as `PublishedFolder.load`, each from the folder that has it."""
         found: dict[str, dict[str, Any]] = {module: {} for module in abstract}
         for folder in self._folders:
             if any((part := self._own(folder, abstract, specs))[0].values()):
@@ -215,7 +178,7 @@ class TwoFolders:
         return found
 
     def _own(self, folder: PublishedFolder, *trees: Any) -> tuple[Any, ...]:
-        """Returns the parts of trees of modules that a folder has; parameters of neither belong to the second one."""
+        """Returns a folder's part of each tree; parameters of neither folder are in the second's part."""
         other = self._folders[0]
 
         def is_here(module: str, name: str) -> bool:

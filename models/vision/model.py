@@ -3,9 +3,7 @@
     patches = vision tower(image);   chosen = selector(patches, question);   x[slots] = connector(patches[chosen])
 
 The row of a batch has slots for the patches of its images, then a question, then the answer. Patches and question
-attend to one another both ways, the answer causally, and packed segments to themselves alone (`models.decoder.prefix`).
-With `causal`, every position attends to those before it, and slots may be anywhere, as in LLaVA and SmolVLM
-(`models.vision.published`).
+attend to one another both ways, the answer causally; with `causal`, attention is causal.
 
 B batch, T length, I images of a row, S slots of an image, N patches, D embed, V width of the vision tower.
 """
@@ -53,27 +51,20 @@ class VisionLanguageModel:
 
       images: [B, H, W, 3] or [B, I, H, W, 3], uint8.
       slots: [B, I S], int32, the positions of the patches of each image in its row; -1 for images that are not there.
-      until: [B, T], int32, the last position that each position attends to: the end of its prefix, or its own.
+      until: [B, T], int32, the last position that each position attends to.
       kind: [B], int32, optional: the kind of question, by which evaluations count answers.
 
     Attributes:
-      decoder: the language model.
-      vision: the vision tower.
       selector: chooses patches; None: all patches.
-      vision_folder: folder of a published tower, read in addition to INIT_FROM, the decoder's folder; "": none.
+      vision_folder: folder of a published tower, read in addition to the decoder's; "": none.
       connector_dim: width of the hidden layer of the connector; None: one matrix.
-      connector_activation: activation of its hidden layer, one of `models.derivatives.ACTIVATIONS`.
+      connector_activation: of its hidden layer, one of `models.derivatives.ACTIVATIONS`.
       connector_bias: whether the matrices of the connector have biases.
-      connector_square: rows and columns of patches whose features the connector joins to one vector; divides the number
-        of patches along the side of an image, and is 1 with a selector.
+      connector_square: rows and columns of patches whose features the connector joins to one vector; 1 with a selector.
       causal: whether images and questions attend causally.
-      freeze: parts that are not trained, some of `PARTS`.
-      frozen_dtype: dtype in which frozen parts are stored, "bfloat16" or "float32".
+      freeze: what is not trained, some of "vision", "connector", "selector" and "decoder".
+      frozen_dtype: dtype in which that is stored, "bfloat16" or "float32".
       kinds: names of the kinds of questions, by the number in the field `kind`.
-
-    Raises:
-      UserError: a part, dtype or activation is unknown; `connector_square` does not divide the patches along the side
-        of an image, or is above 1 with a selector; or the decoder has parts that cannot attend both ways to a prefix.
     """
 
     couples_rows: ClassVar[bool] = False
@@ -132,7 +123,7 @@ class VisionLanguageModel:
         return self.selector or _ALL
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
-        """Returns initial parameters; those of the parts in `freeze` are frozen, in `frozen_dtype`.
+        """Returns initial parameters; those in `freeze` are frozen, in `frozen_dtype`.
 
         If the decoder has low-rank adapters, all other parameters of the model are frozen, too.
         """
@@ -144,25 +135,21 @@ class VisionLanguageModel:
         return logical.frozen(params, chosen, self.frozen_dtype) if chosen else params
 
     def init_carry(self, batch: Batch) -> Carry:
-        """Returns a step counter at 0 if the selector's temperature depends on it, else ()."""
+        """Returns a step counter at 0 if the selector is learned, else ()."""
         del batch
         return {"step": jnp.zeros((), jnp.int32)} if self._selector.is_learned else ()
 
     def loss(
         self, params: Params, carry: Carry, rng: jax.Array, batch: Batch, *, is_training: bool = True
     ) -> tuple[Carry, LossOutput]:
-        """Returns the next carry and the loss as sums, as `Transformer.loss`.
-
-        In training, the loss of the reader's own answers is added. Raises UserError if images, slots or rows do not fit
-        the model.
-        """
+        """Returns the next carry and the loss as sums."""
         step = carry["step"] if carry else jnp.zeros((), jnp.int32)
         run = hk.transform(lambda b: self._sums(b, step, is_training=is_training))
         out = run.apply(params, rng if self._draws(is_training=is_training) else None, batch)
         return ({"step": step + is_training} if carry else ()), out
 
     def logits(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns the logits, [B, T, vocab_size], float32. Raises UserError as `loss`."""
+        """Returns the logits, [B, T, vocab_size]."""
 
         def run(batch: Batch) -> jax.Array:
             read, inserted, *_ = self._read(batch, jnp.zeros((), jnp.int32), is_training=False)
@@ -172,12 +159,10 @@ class VisionLanguageModel:
         return hk.transform(run).apply(params, rng, batch)[..., : self.decoder.vocab_size]
 
     def evaluate(self, params: Params, rng: jax.Array, batch: Batch) -> LossOutput:
-        """Returns the sums of the loss, and in how many rows all answer tokens are right, also by kind of question.
+        """Returns the sums of the loss, and in how many rows all answer tokens are right.
 
-        `extras` has, for each row, `chosen` [B, I N], 1 for the chosen patches and 0 for others; `answers` [B, T], the
-        most likely id after each position; and `right` [B], 1 if all answer tokens of the row are right, else 0.
-
-        Raises UserError as `loss`.
+        `extras` has `chosen` [B, I N], 1 for the chosen patches and 0 for others; `answers` [B, T], the most likely id
+        after each position; and `right` [B], 1 if a row's answer is right.
         """
 
         def run(batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -221,18 +206,13 @@ class VisionLanguageModel:
 
     @property
     def _answers(self) -> float:
-        """The weight of the loss of the reader's own answers."""
         reader = self._selector.reader
         return reader.answers if reader is not None and self._selector.is_learned else 0.0
 
     def _read(
         self, batch: Batch, step: jax.Array, *, is_training: bool
     ) -> tuple[Batch, Inserted, Chosen, LossOutput | None]:
-        """Runs everything before the decoder: tower, selector, connector and reader.
-
-        Returns the batch of the decoder, the vectors that take the place of embeddings in the slots, and the chosen
-        patches. The last result is the loss of the reader's own answers, as sums; None if it gives none.
-        """
+        """The last result is the loss of the reader's own answers; None without them."""
         images, rows = batch["images"], len(batch["inputs"])
         images = images.reshape(-1, *images.shape[-3:])  # [B I, H, W, 3]
         number = len(images) // rows
@@ -266,19 +246,11 @@ class VisionLanguageModel:
 
     @property
     def image_tokens(self) -> int:
-        """Number of vectors per image before a selector drops some: one per patch, or per square that is joined."""
+        """Number of vectors per image before a selector drops some."""
         return self.vision.num_patches // self.connector_square**2
 
     def image_vectors(self, params: Params, images: jax.Array) -> jax.Array:
-        """Returns the vectors of all patches or squares of images, as the decoder reads them, [I, `image_tokens`, D].
-
-        Args:
-          params: the parameters; those of the decoder may be absent.
-          images: [I, H, W, 3], uint8.
-
-        Raises:
-          UserError: the images have another size than the tower's, or are not uint8.
-        """
+        """Returns the vectors of images [I, H, W, 3] uint8, as the decoder reads them, [I, `image_tokens`, D]."""
 
         def run(images: jax.Array) -> jax.Array:
             patches = self.vision.embedded(images, dtype=self.decoder.dtype)
@@ -287,7 +259,7 @@ class VisionLanguageModel:
         return hk.transform(run).apply(params, None, images)
 
     def _joined(self, x: jax.Array) -> jax.Array:
-        """Joins the features of squares of patches, row by row, [B, N, V] -> [B, N / square^2, V square^2]."""
+        """Joins the features of squares of patches, [B, N, V] -> [B, N / square^2, V square^2]."""
         square, side = self.connector_square, self.vision.side // self.connector_square
         if square == 1:
             return x
@@ -295,7 +267,6 @@ class VisionLanguageModel:
         return x.reshape(len(x), side * side, -1)
 
     def _guessed(self, batch: Batch, at: Placed, glimpsed: Glimpsed) -> LossOutput:
-        """Returns the loss sums of the reader's guesses at each answer's first token, from what it saw."""
         after = jnp.pad(at.question[..., 1:], ((0, 0), (0, 0), (0, 1)))
         last = at.question * (1 - after)  # the last word of a question, whose target the answer begins with
         targets, weights = (jnp.einsum("bit,bt->bi", last, batch[name]) for name in ("targets", "weights"))
@@ -312,7 +283,6 @@ class VisionLanguageModel:
             )
 
     def _connected(self, x: jax.Array) -> jax.Array:
-        """Projects features to the width of the decoder, [B, S, V] -> [B, S, D]."""
         width, d = x.shape[-1], self.decoder.embed_dim
         if self.connector_dim is not None:
             hidden = self._matrix("up", x, (width, self.connector_dim), (None, "mlp"))
@@ -333,11 +303,7 @@ class VisionLanguageModel:
     def published(self, folder: str) -> PublishedFolder | TwoFolders:
         """Returns access to the parameters of the model, its vision tower or its decoder, whichever the folder has.
 
-        Reads headers only. With `vision_folder`, `folder` is that of the decoder, and both are read. Without it, a
-        folder of a tower or a decoder lacks the other one's parameters; a run then names those it takes, as by
-        INIT_PATTERNS = ('vision_*',) for the tower alone.
-
-        Raises UserError if a folder's `config.json` is missing or describes no supported model.
+        With `vision_folder`, `folder` is that of the decoder, and both are read.
         """
         from models.vision import families as vision_families  # imported only when parameters are read from a folder
         from models.vision import published
@@ -355,11 +321,11 @@ class VisionLanguageModel:
 
     @property
     def added_parameters(self) -> tuple[str, ...]:
-        """The path patterns of the parameters that a run of the decoder alone, or its folder, lacks."""
+        """The path patterns of the parameters that the decoder alone lacks."""
         return (*self.decoder.added_parameters, *(f"{part}_*" for part in PARTS if part != "decoder"))
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of decoder, tower and connector on which the model's results depend, by name."""
+        """Returns settings on which results depend, by name."""
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
         own = {field.name: field for field in dataclasses.fields(self) if field.name in _OF_CONNECTOR}
         changed = {name: getattr(self, name) for name, f in own.items() if getattr(self, name) != f.default}
@@ -368,8 +334,7 @@ class VisionLanguageModel:
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per position of rows of `length` positions with one image.
 
-        A frozen decoder has no gradients of matrices, and a frozen tower no backward pass. The connector and the
-        selector are not counted.
+        The connector and the selector are not counted.
         """
         is_frozen = towers.NAME in self.freeze or self.decoder.lora is not None
         decoder = self.decoder.flops_per_token(length)
@@ -378,7 +343,7 @@ class VisionLanguageModel:
         return decoder + self.vision.flops(is_frozen=is_frozen) / length
 
     def shrink(self, multiples: Mapping[str, int]) -> VisionLanguageModel:
-        """Returns a small model of this kind for images of the same size and the same number of slots."""
+        """Returns a small model of this kind, for images of the same size."""
         small = self.decoder.shrink(multiples)
         assert isinstance(small, Transformer)
         width = self.connector_dim and small.mlp_dim
@@ -386,7 +351,7 @@ class VisionLanguageModel:
 
 
 def part_of(path: str) -> str:
-    """Returns the part of `PARTS` that a parameter belongs to, given its path."""
+    """Returns the element of `PARTS` to which the parameter at `path` belongs."""
     return next((part for part in PARTS[:-1] if path.startswith(f"{part}_")), PARTS[-1])
 
 
@@ -406,7 +371,7 @@ class Placed:
 
     @staticmethod
     def of(batch: Batch, slots: jax.Array) -> Placed:
-        """Returns where images and questions are, given the positions of patches, [B, I, S], -1 for no image."""
+        """Returns where images and questions are; `slots` are [B, I, S], -1 for no image."""
         segments, until = batch["segment_ids"], batch["until"]
         rows, number, size = slots.shape
         place = jnp.arange(segments.shape[1])
@@ -423,16 +388,11 @@ class Placed:
     ) -> tuple[Batch, Inserted, Chosen]:
         """Returns the decoder's batch, the vectors to insert, and the chosen patches.
 
-        A patch has the position of its place in the image, and text follows as if all patches were there: a choice does
-        not move what remains. Where attention is causal, text may come before an image; the positions of its patches
-        then count from the image's first position.
+        Positions are as if all patches of an image were there.
 
         Args:
-          batch: the batch.
           visual: the chosen patches, [B, I S, D].
-          chosen: the numbers of these patches in their image, and their bias.
-          shift: by how many positions the text after an image is moved, so that all patches would fit before it.
-          causal: whether attention is causal.
+          shift: by how many positions an image moves the text after it.
         """
         if causal:
             return self._decoded_causally(batch, visual, chosen, shift)

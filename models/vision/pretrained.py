@@ -1,6 +1,6 @@
 """Builds models of images and text from the folders of published models.
 
-model = pretrained.model("hf://llava-hf/llava-1.5-7b-hf")    # from its config.json and its image processor
+model = pretrained.model("hf://llava-hf/llava-1.5-7b-hf")
 folder = model.published("hf://llava-hf/llava-1.5-7b-hf")    # its parameters
 images = pretrained.image_input("hf://llava-hf/llava-1.5-7b-hf")    # how it reads images
 """
@@ -20,16 +20,12 @@ from models.vision.tower import VisionTower
 
 
 def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLanguageModel:
-    """Returns the model that a folder describes, with fields replaced by `changes`.
+    """Returns the model that a folder describes.
 
     Args:
       folder: local, gs:// or hf://OWNER/NAME.
       dtype: compute dtype, `bfloat16` or `float32`.
-      **changes: fields of `VisionLanguageModel`, such as `freeze` or `selector`, or of its decoder, such as `remat`.
-
-    Raises:
-      UserError: a file is missing or describes a model that is not supported, the image processor prepares another size
-        than the tower's, or `changes` do not fit.
+      **changes: fields of `VisionLanguageModel` or of its decoder to replace.
     """
     files = published_files.small_files(folder)
     config, where = families.read_config(files), str(files / published_files.CONFIG)
@@ -51,14 +47,7 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
 
 
 def image_input(folder: str) -> ImageInput:
-    """Returns how the model of a folder reads images.
-
-    Args:
-      folder: local, gs:// or hf://OWNER/NAME.
-
-    Raises:
-      UserError: as `model`, or the decoder has no embedding for the image token.
-    """
+    """Returns how the model of a folder reads images."""
     described = model(folder)
     files = published_files.small_files(folder)
     config = families.read_config(files)

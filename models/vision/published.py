@@ -3,8 +3,7 @@
     LLaVA                a layer of the tower -> two matrices -> decoder
     Idefics3, SmolVLM    the tower -> squares of patches as one vector -> one matrix -> decoder
 
-Liu et al. 2023 (LLaVA 1.5), Laurençon et al. 2024 (Idefics3). The decoder inside is of a family of `models/families/`
-(`DECODERS`), the tower is a CLIP or SigLIP (`models.vision.families`), and attention is causal.
+Liu et al. 2023 (LLaVA 1.5), Laurençon et al. 2024 (Idefics3). The tower is a CLIP or SigLIP, and attention is causal.
 """
 
 import dataclasses
@@ -51,12 +50,12 @@ _BUFFERS = ("*.position_ids", "*.rotary_emb.inv_freq")
 
 
 class Names(NamedTuple):
-    """The names of tensors of a family: the prefixes that each part can have, and the connector's matrices.
+    """The names of tensors of a family.
 
     Attributes:
       vision, text, connector: possible prefixes of the names of these parts.
       heads: possible names of the output matrix.
-      matrices: names of the connector's matrices after its prefix, by their names in Renga, "up" and "down".
+      matrices: names of the connector's matrices, by their names in Renga.
     """
 
     vision: Sequence[str]
@@ -70,15 +69,13 @@ class Family(NamedTuple):
     """A family of models of images and text.
 
     Attributes:
-      title: its name for people.
-      differs: what is between tower and decoder, in a few words.
+      differs: its tower and connector, in a few words.
       read: returns fields of the model, given the configuration, the tower's fields and the decoder's `embed_dim`.
       towers: kinds of towers; the first is that of a configuration that names none.
       processor: the `image_processor_type` of a folder that names none.
-      keys: the keys of `config.json` that are read, with the values that transformers gives absent ones.
-      names: the names of its tensors.
+      keys: keys of `config.json` that are read, with the values that transformers gives absent ones.
       ignored: patterns of names of tensors that are not read.
-      ties_inside: whether the decoder's own configuration, too, can say that its embedding and output matrix are tied.
+      ties_inside: whether `text_config`, too, can tie the decoder's embedding and output matrix.
       has_frames: whether a prompt says which frame of an image follows.
     """
 
@@ -123,12 +120,7 @@ def _idefics3(config: Config, tower: Config, width: int) -> dict[str, Any]:
 
 
 def _rounded_places(side: int, block: int) -> np.ndarray:
-    """Returns the position along a side that transformers computes for each patch, by fractions in float32.
-
-    Args:
-      side: the number of patches.
-      block: the number of edges that torch computes together, which depends on the processor.
-    """
+    """Returns the position that transformers gives each patch of a side; torch computes `block` edges together."""
     step = 1 / side
     edge = np.arange(math.ceil((1 - step) / step))
     first = (step + step * (edge // block * block)).astype(np.float32)
@@ -192,14 +184,7 @@ FAMILIES: Mapping[str, Family] = {
 def fields(config: Config, *, where: str = published_files.CONFIG) -> dict[str, Any]:
     """Returns the fields of `VisionLanguageModel` that a `config.json` describes.
 
-    The entries `vision` and `decoder` are again mappings: the fields of the `VisionTower` and of the decoder.
-
-    Args:
-      config: the content of the file.
-      where: the file, for messages.
-
-    Raises:
-      UserError: the `model_type` or a key is unknown, or a value is not supported.
+    The entries `vision` and `decoder` are mappings of the fields of the tower and of the decoder.
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -249,15 +234,7 @@ def _decoder(one: Family, outer: Config, config: Config, where: str) -> dict[str
 
 
 def image_token(config: Config, *, where: str = published_files.CONFIG) -> int:
-    """Returns the id of image tokens, whose embeddings the vectors of an image replace.
-
-    Args:
-      config: the content of a `config.json`.
-      where: the file, for messages.
-
-    Raises:
-      UserError: the file has two different ids for it.
-    """
+    """Returns the id of image tokens, whose embeddings the vectors of an image replace."""
     usual = FAMILIES[config["model_type"]].keys
     given = {key: config[key] for key in _IMAGE_TOKEN if key in config}
     found = list((given or {key: usual[key] for key in _IMAGE_TOKEN if key in usual}).values())
@@ -268,13 +245,7 @@ def image_token(config: Config, *, where: str = published_files.CONFIG) -> int:
 
 
 def sources(model: Model, names: Names, decoder_kind: str) -> dict[str, Source]:
-    """Returns the source of each parameter by its path, with complete names of tensors.
-
-    Args:
-      model: the model.
-      names: names of tensors; of each part the first prefix is used.
-      decoder_kind: the `model_type` of the decoder in the folder.
-    """
+    """Returns the source of each parameter by its path, with complete names of tensors."""
     found = {path: source.prefixed(names.vision[0]) for path, source in towers.sources(model.vision).items()}
     for path, source in family_tensors.sources(model.decoder, decoder_kind).items():
         is_head = source.name == _HEAD
@@ -289,16 +260,7 @@ def sources(model: Model, names: Names, decoder_kind: str) -> dict[str, Source]:
 
 
 def published_folder(model: Model, folder: str, config: Config) -> PublishedFolder:
-    """Returns the parameters of a model in its folder; reads headers only.
-
-    Args:
-      model: the model.
-      folder: local, gs:// or hf://OWNER/NAME.
-      config: the content of its `config.json`.
-
-    Raises:
-      UserError: `fields` cannot read it, or the folder has no safetensors files.
-    """
+    """Returns the parameters of a model in its folder; reads headers only."""
     name = published_files.described(folder)
     where = f"{name}/{published_files.CONFIG}"
     one, weights = FAMILIES[config["model_type"]], published_files.weights(folder)
@@ -320,15 +282,9 @@ def published_folder(model: Model, folder: str, config: Config) -> PublishedFold
 
 
 def differences(model: Model, config: Config, *, where: str = published_files.CONFIG) -> list[str]:
-    """Returns one line for each field in which a model differs from a `config.json`, with both values.
+    """Returns one line for each field in which a model differs from a `config.json`.
 
-    Args:
-      model: the model; its selector, and `mean` and `std` of its tower, of the image processor, are not compared.
-      config: the content of the file.
-      where: the file, for messages.
-
-    Raises:
-      UserError: as `fields`.
+    The selector, and `mean` and `std` of the tower, are not compared.
     """
     found = fields(config, where=where)
     vision = VisionTower(**{**found["vision"], "mean": model.vision.mean, "std": model.vision.std})
@@ -341,17 +297,8 @@ def differences(model: Model, config: Config, *, where: str = published_files.CO
 def exported(model: Model, folder: str, config: Config) -> tuple[dict[str, Source], dict[str, Tensor]]:
     """Returns what to write to export a model whose parameters began as those of a published folder.
 
-    Args:
-      model: the model.
-      folder: the published folder, whose names of tensors the export has.
-      config: the content of its `config.json`.
-
-    Returns:
-      The source of each parameter but the selector's, by path, with complete names of tensors; and the tensors of the
-      folder that the model does not read, such as the last layer of a tower, by name.
-
-    Raises:
-      UserError: the model differs from the configuration, or the folder has no safetensors files.
+    That is the source of each parameter but the selector's, by path; and the tensors that the model does not read, by
+    name.
     """
     name = published_files.described(folder)
     if lines := differences(model, config, where=f"{name}/{published_files.CONFIG}"):
@@ -369,15 +316,11 @@ def _decoder_kind(config: Config) -> str:
 
 
 def _not_read(model: Model, names: Names, tensors: Collection[str], one: Family) -> list[str]:
-    """Returns patterns of the tensors of a folder that hold no parameter of the model."""
     return [*one.ignored, *_layers_after(model, names, tensors)]
 
 
 def names_in(names: Names, tensors: Collection[str]) -> Names:
-    """Returns `names` with one prefix of each part, and one name of the output matrix: the first that `tensors` have.
-
-    Where they have none, it is the first of `names`.
-    """
+    """Returns `names` with one alternative each: the first in `tensors`, or else the first."""
 
     def there(prefixes: Sequence[str], after: str) -> tuple[str, ...]:
         return (next((prefix for prefix in prefixes if prefix + after in tensors), prefixes[0]),)
@@ -392,7 +335,6 @@ def names_in(names: Names, tensors: Collection[str]) -> Names:
 
 
 def _layers_after(model: Model, names: Names, tensors: Collection[str]) -> list[str]:
-    """Returns patterns of the layers of the tower that come after the one whose features are read."""
     start = f"{names.vision[0]}encoder.layers."
     numbers = {name.removeprefix(start).partition(".")[0] for name in fnmatch.filter(tensors, f"{start}*")}
     after = sorted(int(number) for number in numbers if number.isdecimal() and int(number) >= model.vision.num_layers)

@@ -3,24 +3,14 @@
     content of a block = maximum over its patches of MLP(patch);   block = content + place
     question = words, read with the state;   a = softmax(key(block) . query(question, state));   state += a value(block)
 
-A block is a square of patches. Each glimpse looks at some blocks and remembers what and where they are. For "what is
-left of the circle?" the first glimpse can find the circle, and the second its neighbor. The relevance of a patch is the
-logit of its block in the last glimpse, plus a score of its own: the patch's key times a query made from the block and
-the question. This score picks the most telling patches within a block.
+A block is a square of patches, and a glimpse one such step. The relevance of a patch is the logit of its block in the
+last glimpse, plus the patch's key times a query made from the block and the question. The reader also answers the
+question from what its last glimpse saw, and the model adds the loss of this answer to its own.
 
-A choice of patches teaches little about where the others would have led. So the reader also answers the question from
-what its last glimpse saw (`Glimpsed.seen`), and the model adds the loss of this answer to its own. The decoder does not
-see the glimpses, only the chosen patches.
-
-Without `points`, an earlier glimpse can find the answer, and the last one, which is the relevance, may look elsewhere.
-With `points`, each block gives an answer of its own, and the last glimpse says which block is right:
+With `points`, each block gives an answer of its own, weighted by the last glimpse:
 
     p(answer) = sum over blocks of p(block) p(answer | content of the block, words)
     p(block) = softmax(4 correlation(key, query))
-
-So the gradient favors the blocks whose content gives the right answer. A mean of their values has no such gradient
-before values are understood. Three things keep p from settling on one block early: it is above 0 for all blocks,
-answers are read from all blocks by the same layers, and these do not know the place of a block.
 
 B images, N patches, D width of patches, M blocks, T words, E width of words, W width of the reader.
 """
@@ -46,14 +36,13 @@ _POWER = 3.0  # of p(block) in the choice of patches
 
 
 class Glimpsed(NamedTuple):
-    """The result of a reader: the relevance of every patch, and what it saw.
+    """The result of a reader.
 
     Attributes:
-      block: [B, N], float32: the logit of each patch's block in the last glimpse.
-      within: [B, N], float32: the relevance of each patch, without that of its block.
-      seen: [B, S, W], float32: hidden units made from the question and what the last glimpse saw. S is 1, or M for a
-        reader with `points`, whose answer is a mixture of the blocks' answers.
-      log_shares: [B, S], float32: the logarithm of the share of each answer.
+      block: [B, N]: the logit of each patch's block in the last glimpse.
+      within: [B, N]: the relevance of each patch, without that of its block.
+      seen: [B, S, W]: hidden units from which the reader answers. S is 1, or M with `points`.
+      log_shares: [B, S]: the logarithm of the share of each answer.
     """
 
     block: jax.Array
@@ -63,7 +52,7 @@ class Glimpsed(NamedTuple):
 
     @property
     def relevance(self) -> jax.Array:
-        """The relevance of patches, that of their block included, [B, N], float32."""
+        """The relevance of patches, that of their block included, [B, N]."""
         return self.within + self.block
 
     def log_answers(self, vocab_size: int) -> jax.Array:
@@ -74,19 +63,14 @@ class Glimpsed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Computes the relevance of patches from a coarse view of all patches and the words of the question.
+    """Computes the relevance of patches from a coarse view of the image and the words.
 
     Attributes:
       block: patches along the side of a block; divides those along the side of an image.
-      glimpses: how often blocks are looked at, at least 1.
+      glimpses: how often blocks are looked at.
       width: W, even.
-      answers: weight, at least 0, of the loss of the reader's own answers; 0: it does not answer.
-      points: whether patches are chosen where the last glimpse looks. Their scores are then `pointed`, and the reader's
-        answer is a mixture of answers that each come from one block and the words. The shares of blocks in it get a
-        gradient from the reader's own answers and none from choices; a share is at most 1 / (1 + (M - 1) exp(-8)).
-
-    Raises:
-      UserError: a number is out of range, or `points` with `answers` = 0.
+      answers: weight of the loss of the reader's own answers; 0: it does not answer.
+      points: whether patches are chosen where the last glimpse looks (`pointed`).
     """
 
     block: int
@@ -112,11 +96,8 @@ class Reader:
 
         Args:
           patches: [B, N, D], before they attend to one another.
-          words: [B, T, E], embeddings.
+          words: [B, T, E].
           is_word: [B, T], 1 at the words of the question.
-
-        Raises:
-          UserError: `block` does not divide the patches along the side of an image.
         """
         side = math.isqrt(patches.shape[1])
         if side % self.block:
@@ -165,12 +146,7 @@ class Reader:
     def pointed(self, block: jax.Array, within: jax.Array) -> jax.Array:
         """Returns log q(block) + log p(patch | block) of every patch, [B, N]; q is p(block)^3, normalized.
 
-        The power keeps the choice within a block that is certain; without it, the best patches of other blocks come
-        before its worst. Blocks get no gradient: the last glimpse learns where to look from the reader's own answers.
-
-        Args:
-          block: [B, N], the logit of each patch's block.
-          within: [B, N], logits of patches among those of their block.
+        `block` and `within` are logits, [B, N]. Blocks get no gradient.
         """
         side = math.isqrt(block.shape[1])
         blocks = (len(block), side // self.block, self.block, side // self.block, self.block)
@@ -178,7 +154,6 @@ class Reader:
         return jax.nn.log_softmax(_POWER * jax.lax.stop_gradient(block), axis=-1) + 2 * math.log(self.block) + share
 
     def _places(self, across: int) -> jax.Array:
-        """Returns vectors of blocks, [across, across, W], each the sum of learned ones for its row and its column."""
         tables = [
             logical.param(f"{NAME}_reader_{of}", (across, self.width), (None, None), _NORMAL, kind="embedding")
             for of in ("rows", "columns")
@@ -186,15 +161,11 @@ class Reader:
         return tables[0][:, None] + tables[1]
 
     def _of_patches(self, x: jax.Array) -> jax.Array:
-        """Returns a number for each patch, [B, N], from x [B, rows of blocks, r, columns of blocks, c].
-
-        r and c are the rows and columns of patches in a block; or 1, if the number is the same for all of them.
-        """
+        """Returns [B, N] from x [B, rows of blocks, r, columns of blocks, c], where r and c are 1 or `block`."""
         rows, across, _, _, _ = x.shape
         return jnp.broadcast_to(x, (rows, across, self.block, across, self.block)).reshape(rows, -1)
 
     def _within(self, fine: jax.Array, own: jax.Array, across: int) -> jax.Array:
-        """Returns the products [B, N] of each patch in `fine` [B, N, W] with its block's query in `own` [B, M, W]."""
         rows = len(fine)
         fine = fine.reshape(rows, across, self.block, across, self.block, self.width)
         own = own.reshape(rows, across, across, self.width)
@@ -202,7 +173,6 @@ class Reader:
 
 
 def _sinusoids(order: jax.Array, width: int) -> jax.Array:
-    """Returns sines and cosines, [B, T, width], of the places `order` [B, T] of words in their question."""
     frequency = 100.0 ** (-np.arange(width // 2) / (width // 2))
     angle = order[..., None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)

@@ -3,26 +3,20 @@
     score = gain * (w1 z(entropy) + w2 z(edges) + w3 z(relevance))
     w = 3 softmax(MLP(statistics of the maps, question))
 
-A map has one number for each patch. z subtracts the mean over the patches of one image and divides by their standard
-deviation, so that no image depends on the rest of the batch. Entropy is that of a softmax over the channels of a patch
-(`texture_maps`); edges are the magnitude of Sobel's filters; relevance is learned, from patch and question. Patches are
-scored before they attend to one another, because a patch that has seen the others can stand for all of them. A reader
-with `points` replaces the score (`Reader.pointed`); the sum above is then the logit of a patch within its block.
+A map has one number for each patch, and z standardizes it over an image. Entropy and edges are those of
+`texture_maps`; relevance is learned, from patch and question.
 
 A hard choice of K patches has no gradient. Three estimators give one:
 
-    straight_through  the K best; their keys have the bias log p - stop_gradient(log p), which is 0 and has the gradient
-                      of log p, with p = softmax(score / t)
-    gumbel            the same, of scores with Gumbel noise in training (Kool et al. 2019), which explores
+    straight_through  the K best; their keys have the bias log p - stop_gradient(log p), with p = softmax(score / t)
+    gumbel            the same, of scores with Gumbel noise in training (Kool et al. 2019)
     soft              all patches, with a bias of the keys log sigmoid((score - threshold) / t); the threshold is
                       between the K-th and the next score. Evaluation hides all but the K best. With slots for only K
-                      patches, it is straight_through until t is at its last value; then scores have no gradient, and
-                      the rest of the model learns from a choice that no longer changes.
+                      patches, it is straight_through until t is at its last value; then scores have no gradient.
 
-The temperature t falls geometrically over the first steps. `all`, `random` and `center` choose without scores, and
-`blind` hides all patches.
+The temperature t falls geometrically over the first steps. `blind` hides all patches.
 
-B images, N patches, K chosen patches, D width of patches, E width of the decoder.
+B images, N patches, K chosen patches, S slots, D width of patches, E width of the decoder.
 """
 
 from __future__ import annotations
@@ -54,8 +48,8 @@ class Chosen(NamedTuple):
 
     Attributes:
       indices: [B, S], int32, in ascending order.
-      bias: [B, S], float32, added to the attention logits of these patches as keys; None: nothing is added.
-      hard: [B, N], float32: 1 at the chosen patches, 0 at others; with the method "blind" 0 at all.
+      bias: [B, S], added to the attention logits of these patches as keys; None: nothing is added.
+      hard: [B, N]: 1 at the chosen patches, 0 at others.
     """
 
     indices: jax.Array
@@ -70,16 +64,12 @@ class Selector:
     Attributes:
       num_chosen: K; the method "all" does not read it.
       method: one of `METHODS`.
-      width: width of the vectors whose product is the relevance, if there is no reader.
+      width: width of the vectors whose product is the relevance, without a reader.
       balancer_width: width of the hidden layer that weighs the maps.
-      temperature: two values of t, above 0: at the first step, and from step `temperature_steps` on.
+      temperature: t at the first step, and from step `temperature_steps` on.
       temperature_steps: steps over which the temperature falls.
-      reader: computes the relevance from all patches and the words in their order; None: each patch is compared with
-        the mean of the words.
-      reads_question: whether scores depend on the question, and not on the image alone.
-
-    Raises:
-      UserError: the method is unknown, or a number is out of range.
+      reader: computes the relevance; None: each patch is compared with the mean of the words.
+      reads_question: whether scores depend on the question.
     """
 
     num_chosen: int
@@ -102,25 +92,17 @@ class Selector:
 
     @property
     def is_learned(self) -> bool:
-        """Whether patches are chosen by scores."""
+        """Whether patches are chosen by learned scores."""
         return self.method in LEARNED
 
     def temperature_at(self, step: jax.Array) -> jax.Array:
-        """Returns the temperature t after `step` training steps, [], float32."""
+        """Returns the temperature t after `step` training steps, []."""
         first, last = self.temperature
         done = jnp.minimum(step.astype(jnp.float32) / self.temperature_steps, 1.0)
         return first * (last / first) ** done
 
     def check(self, *, num_patches: int, slots: int) -> None:
-        """Checks that an image has as many slots as the method needs: K, or one for each patch.
-
-        Args:
-          num_patches: N.
-          slots: number of slots that the data leave for an image.
-
-        Raises:
-          UserError: there is another number of slots, or K is above N.
-        """
+        """Raises UserError if K is above `num_patches`, or `slots`, per image, is neither of them."""
         k = num_patches if self.method == "all" else self.num_chosen
         if k > num_patches:
             raise UserError(f"Selector.num_chosen = {k} is above {num_patches}, the patches of an image")
@@ -134,18 +116,13 @@ class Selector:
     def scores(
         self, images: jax.Array, patches: jax.Array, words: jax.Array, is_word: jax.Array
     ) -> tuple[jax.Array, Glimpsed | None]:
-        """Returns the score of every patch, [R I, N], float32, for R rows of I images, and what the reader found.
-
-        The latter is None without a reader.
+        """Returns the scores of patches, [R I, N], and what the reader found.
 
         Args:
-          images: [R I, H, W, 3], uint8, whole patches.
+          images: [R I, H, W, 3], uint8, whole patches: I images for each of R rows.
           patches: [R I, N, D], before they attend to one another.
-          words: [R, T, E], float32, the embeddings of a row.
-          is_word: [R, I, T], float32, 1 at the words of the question about each image.
-
-        Raises:
-          UserError: the blocks of the reader do not divide the patches along the side of an image.
+          words: [R, T, E], the embeddings of a row.
+          is_word: [R, I, T], 1 at the words of the question about each image.
         """
         side = math.isqrt(patches.shape[1])
         question = jnp.einsum("bit,btd->bid", is_word, words)
@@ -177,7 +154,6 @@ class Selector:
         return jnp.einsum("bnw,bw->bn", keys, query) / math.sqrt(self.width) + own
 
     def _weights(self, raw: jax.Array, question: jax.Array) -> jax.Array:
-        """Returns weights [B, 3], which sum to 3, of maps [B, 3, N], from 3 statistics of each and the question."""
         statistics = [jnp.mean(raw, axis=-1), jnp.std(raw, axis=-1), jnp.max(raw, axis=-1)]
         known = jnp.concatenate([*statistics, unit(question)], axis=-1)
         hidden = dense("balancer_hidden", known, self.balancer_width, "gelu")
@@ -193,16 +169,14 @@ class Selector:
         step: jax.Array,
         is_training: bool,
     ) -> Chosen:
-        """Returns the patches for S slots: the K chosen ones, or all N with a bias that hides or weakens the others.
+        """Returns the patches for S slots: K of them, or all N.
+
+        A bias hides or weakens those that are not chosen.
 
         Args:
           scores: [B, N]; None if the method needs none.
-          rows: [B], a number of each image for random draws, independent of the layout.
-          num_patches: N.
+          rows: [B], a number of each image for random draws.
           slots: S, K or N.
-          step: [], number of training steps done, which sets the temperature t.
-          is_training: whether scores get a gradient; then "gumbel" also adds noise, and "soft" weakens patches instead
-            of hiding them if all have slots.
         """
         if self.method == "all":
             everything = jnp.broadcast_to(jnp.arange(num_patches), (len(rows), num_patches))
@@ -235,7 +209,6 @@ class Selector:
         return Chosen(index, bias, hard)
 
     def _ranked(self, scores: jax.Array | None, rows: jax.Array, num_patches: int, *, is_training: bool) -> jax.Array:
-        """Returns the numbers [B, N] of which the K largest are chosen; for "gumbel" in training, with noise."""
         if self.method == "center":
             side = math.isqrt(num_patches)
             place = np.arange(num_patches)
@@ -253,15 +226,15 @@ class Selector:
 
 
 def hard_choice(ranked: jax.Array, number: int) -> jax.Array:
-    """Returns 1 at the `number` largest of each row [B, N] and 0 elsewhere; of equal ones, the first are chosen."""
+    """Returns 1 at the `number` largest of each row [B, N] and 0 elsewhere."""
     index = jax.lax.top_k(ranked, number)[1]
     return jnp.sum(jax.nn.one_hot(index, ranked.shape[-1], dtype=jnp.float32), axis=1)
 
 
 def soft_bias(scores: jax.Array, number: int, temperature: jax.Array) -> jax.Array:
-    """Returns log sigmoid((score - threshold) / t), [B, N]; the threshold is between the K-th and the next score.
+    """Returns log sigmoid((score - threshold) / t), [B, N]; 0 if K, `number`, is N.
 
-    K is `number`; with K = N the bias is 0.
+    The threshold is halfway between the K-th and the next score.
     """
     if number == scores.shape[-1]:
         return jnp.zeros_like(scores)
@@ -277,11 +250,10 @@ def standardized(x: jax.Array) -> jax.Array:
 
 
 def texture_maps(images: jax.Array, side: int) -> list[jax.Array]:
-    """Returns the maps of images [B, H, W, 3] uint8 that need no parameters: entropy and edges, [B, N] each.
+    """Returns entropy and edges, [B, N] each, of images [B, H, W, 3] uint8.
 
-    There are `side` patches along each side of an image. The channels of a patch are the means of its colors, of two
-    opponent colors (red-green, blue-yellow), and of Sobel's filters and their magnitude; then its row, its column and
-    its distance from the center. At the border of the image, the filters read the pixels there again.
+    Edges are the mean magnitude of Sobel's filters; entropy is that of a softmax over features of a patch. `side`
+    patches are along each side.
     """
     pixels = images.astype(jnp.float32) / 255
     gray = pixels @ jnp.asarray([0.299, 0.587, 0.114])

@@ -1,4 +1,4 @@
-"""Small layers of the selector, in float32 and replicated."""
+"""Small layers of the selector, with replicated parameters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ def unit(x: jax.Array) -> jax.Array:
 def dense(name: str, x: jax.Array, width: int, activation: str | None = None) -> jax.Array:
     """Returns x W + b, [..., width].
 
-    Args:
-      name: name of the matrix and the bias, after `NAME`.
-      x: [..., D].
-      width: width of the result.
-      activation: applied to the result, one of `models.derivatives.ACTIVATIONS`; None: none is.
+    Args: `activation` is one of `models.derivatives.ACTIVATIONS`; None: linear.
     """
     init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
     w = logical.param(f"{NAME}_{name}", (x.shape[-1], width), (None, None), init)

@@ -2,11 +2,9 @@
 
     x = patches W + b + positions;   x += Attention(norm(x));   x += MLP(norm(x));   features = norm(x)
 
-Dosovitskiy et al. 2020, section 3.1. The layers are those of the decoder with LayerNorm, biases and a feed-forward
-layer without a gate; every patch attends to all. The fields of `VisionTower` express the towers of SigLIP and CLIP
-(`models.vision.families`).
+Dosovitskiy et al. 2020, section 3.1. `VisionTower` expresses the towers of SigLIP and CLIP.
 
-B images, N patches, P pixels of a patch's side, D embed.
+B images, N patches, D embed.
 """
 
 from __future__ import annotations
@@ -46,23 +44,19 @@ class VisionTower:
 
     Attributes:
       image_size: rows and columns of pixels of an image.
-      patch_size: rows and columns of a patch; divides `image_size` unless `cut`.
-      num_layers: number of layers; 0: a patch is embedded without looking at others.
-      embed_dim, mlp_dim, num_heads: sizes; num_heads divides embed_dim.
+      patch_size: rows and columns of pixels of a patch; divides `image_size` unless `cut`.
+      num_layers: number of layers; 0: patches do not attend.
+      embed_dim, mlp_dim, num_heads: sizes of the layers.
       norm_eps: the number added to the variance in norms.
-      activation: see `models.decoder.config.DecoderConfig`.
+      activation: one of `models.derivatives.ACTIVATIONS`.
       positions: "learned": a vector for each patch is added; "rotary": half of the dimensions of queries and keys are
-        rotated by the row, half by the column of a patch. This needs heads whose size is a multiple of 4, and no class
-        token.
+        rotated by the row, half by the column of a patch.
       patch_bias: whether the embedding of patches has a bias.
-      class_token: whether a learned vector precedes the patches, which attend to it; it is not part of the features.
+      class_token: whether a learned vector precedes the patches in attention.
       input_norm: whether patches are normalized before the first layer.
       output_norm: whether features are normalized after the last layer.
       cut: whether rows and columns of pixels after the last whole patch are left out.
-      mean, std: mean and standard deviation of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
-
-    Raises:
-      UserError: a field is out of range or unknown, or sizes do not fit together.
+      mean, std: of the colors, from 0 to 1; pixels become (pixel / 255 - mean) / std.
     """
 
     image_size: int
@@ -134,10 +128,7 @@ class VisionTower:
         return images[:, :size, :size] if self.cut else images
 
     def embedded(self, images: jax.Array, *, dtype: str) -> jax.Array:
-        """Returns the patches of images [B, H, W, 3] uint8 as vectors [B, N, D], in `dtype`, before attention.
-
-        Raises UserError as `check`.
-        """
+        """Returns the patches of images [B, H, W, 3] uint8 as vectors [B, N, D]."""
         self.check(images)
         p, d = self.patch_size, self.embed_dim
         images = self.whole_patches(images)
@@ -159,13 +150,7 @@ class VisionTower:
         return logical.constrain(x, "batch", "residual_length", "embed")
 
     def encoded(self, x: jax.Array, like: DecoderConfig) -> jax.Array:
-        """Returns the features of patches that `embedded` returned, [B, N, D].
-
-        Args:
-          x: the patches.
-          like: the decoder, whose compute dtype and rematerialization the tower uses. Attention is "plain" if the
-            decoder's is, otherwise "auto".
-        """
+        """Returns the features of embedded patches x, [B, N, D], in the dtype of the decoder `like`."""
         config = self._config(like)
         if self.class_token:
             x = jnp.concatenate([self._class(len(x), like.dtype), x], axis=1)
@@ -199,7 +184,7 @@ class VisionTower:
         return stack.layer_stack(layer, self.num_layers, name=f"{NAME}_layers", remat=REMAT[config.remat])(x, side)
 
     def _config(self, like: DecoderConfig) -> DecoderConfig:
-        """Returns the layers' settings as a decoder's configuration; its size of the vocabulary has no meaning."""
+        """Returns the settings of the layers; their size of the vocabulary has no meaning."""
         length = self.num_patches + self.class_token
         return DecoderConfig(
             vocab_size=1,
@@ -221,14 +206,14 @@ class VisionTower:
         )
 
     def flops(self, *, is_frozen: bool) -> float:
-        """Returns the training FLOPs of one image without recomputation; a frozen tower has no backward pass."""
+        """Returns the training FLOPs of one image without recomputation."""
         d, f, n = self.embed_dim, self.mlp_dim, self.num_patches
         per_layer = 2 * n * (4 * d * d + 2 * d * f) + 4 * n * n * d
         forward = 2 * n * self.patch_size**2 * CHANNELS * d + self.num_layers * per_layer
         return float(forward if is_frozen else 3 * forward)
 
     def shrink(self, multiples: Mapping[str, int]) -> VisionTower:
-        """Returns a small tower for images of the same size; its dimensions are multiples of `multiples`."""
+        """Returns a small tower for images of the same size."""
         heads = math.lcm(multiples["heads"], multiples["kv_heads"])
         return dataclasses.replace(
             self,
@@ -240,13 +225,11 @@ class VisionTower:
 
 
 def rotary_2d(side: int, head_dim: int, *, theta: float, length: float) -> rotary.RotaryTables:
-    """Returns rotary tables of a square of patches, [1, N, 1, K]: half of the frequencies by row, half by column.
+    """Returns rotary tables of a square of patches, [1, N, 1, K].
 
-    Args:
-      side: patches along a side of the square.
-      head_dim: K, the width of a head.
-      theta: the base of the frequencies.
-      length: a factor of every entry.
+    Half of the frequencies are for the row, half for the column.
+
+    Args: `side` patches are along a side; `length` is a factor of every entry.
     """
     place = np.arange(side * side)
     quarter = head_dim // 4

@@ -30,8 +30,6 @@ class _ReadsChunks(Protocol):
 
 
 class _CachedRows:
-    """The rows of one split on disk."""
-
     def __init__(self, folder: Path) -> None:
         self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*_FIELDS, HIDDEN)}
 
@@ -51,16 +49,13 @@ class CachedHidden(chunks.ChunkTask):
     vocabulary = None
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Raises UserError unless the folder is complete, names the model's checksum, and has the task's length."""
+        """Raises UserError if the folder does not fit the task."""
         del run_dir, is_host_zero
         if problems := self.problems():
             raise UserError(" ".join(problems))
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of every `ChunkTask`, and `hidden` [B, T, width] float16: the cached hidden states.
-
-        Raises UserError if the folder is not complete, or the streams do not divide the batch.
-        """
+        """Returns the fields of a `ChunkTask`, and `hidden` [B, T, width] float16."""
         shape = (batch_size, self.length, self._about["width"])
         return {**super().spec(batch_size), HIDDEN: Field(shape, np.float16, ("batch", "length", None))}
 
@@ -68,7 +63,6 @@ class CachedHidden(chunks.ChunkTask):
         return _CachedRows(Path(self.folder) / split)
 
     def problems(self) -> list[str]:
-        """Returns the problems that can be found without opening the data."""
         if not (Path(self.folder) / _ABOUT).exists():
             said = f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run cache-hidden-states"
             return [Problem(said, file=self.folder)]
@@ -107,13 +101,11 @@ class CachedHidden(chunks.ChunkTask):
         return (self.folder,)
 
     def describe(self) -> str:
-        """Returns one line for the run summary."""
         about = self._about
         rows = ", ".join(f"{count:,} {split}" for split, count in about["rows"].items())
         return f"cached_hidden: {rows} rows of {about['source']}; hidden states of {about['model']['base']}"
 
     def fingerprint(self) -> str:
-        """Returns a hash of the original task, the number of rows, and the model."""
         return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
@@ -129,12 +121,8 @@ def cached_hidden(*, folder: str, length: int, num_streams: int, held_out: str =
 
     Args:
       folder: the folder that `launch/run cache-hidden-states` wrote.
-      length: tokens per row; must equal that of the folder.
-      num_streams: number of data streams; must divide the batch size.
-      held_out: the split of evaluations, "validation" or "test".
-
-    Raises:
-      UserError: `held_out` is another split.
+      length: must equal that of the folder.
+      num_streams, held_out: as in `tasks.code.chunks.ChunkTask`.
     """
     return CachedHidden(folder=folder, length=length, num_streams=num_streams, held_out=held_out)
 
@@ -148,26 +136,20 @@ def write(
     rows: int,
     model: Mapping[str, Any],
 ) -> Iterator[tuple[str, int, int]]:
-    """Computes and writes the hidden states of the rows of a task.
+    """Computes and writes the hidden states of a task's rows; complete splits on disk are kept.
 
-    If a split has more rows than its limit, those that an evaluation visits first are written. They stay in the order
-    of the task, so that training on all rows visits them in the same order as training on the task. A split that is
-    complete on disk is kept, so that an interrupted call continues with the next one.
+    If a split has more rows than its limit, those that an evaluation visits first are written, in the order of the
+    task.
 
     Args:
-      folder: the folder to write, which is created.
-      task: the task whose rows are written.
       hidden: computes the hidden states [rows, T, D] of a batch, which are stored in float16.
-      limits: maximum number of rows, for each of the three splits.
+      limits: maximum number of rows, by split.
       rows: rows per batch.
       model: what determines the hidden states, as JSON values: `base` describes the model, `checksum` is that of its
         parameters, and `chunk` is the number of positions per chunk.
 
     Yields:
       After every batch: the split, its rows done, and its rows in total.
-
-    Raises:
-      UserError: the folder was begun with another task, model or other limits; or a split of the task has no rows.
     """
     begun = {"length": task.length, "fingerprint": task.fingerprint(), "model": model}
     _begin(folder, {**begun, "limits": dict(limits)})
@@ -194,10 +176,6 @@ def _write_rows(
     *,
     rows: int,
 ) -> Iterator[int]:
-    """Writes the rows `order` of `source`, with their hidden states, to a new folder `place`.
-
-    Yields the number of rows done after every batch of `rows` rows.
-    """
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     arrays: dict[str, np.memmap] = {}

@@ -1,14 +1,10 @@
-"""Cuts source code into chunks: every row is a piece of one file, so that an evaluation can tell files apart.
+"""Cuts source code into chunks: every row is a piece of one file.
 
 A file becomes ids and an end-of-document id, and is cut into rows of T ids. The last row is padded, or left out if it
-has fewer than `least_tokens` ids. The inputs are the preceding ids; a file's first input is the begin-of-text id.
-
-    files.py      `code_files`: files of some languages, split by package
-    cached.py     `cached_hidden`: the same rows with the hidden states of a frozen model, computed in advance
+has fewer than `least_tokens` ids. A file's first input is the begin-of-text id.
 
 Training visits every row once per epoch, in an order that depends on the seed and the epoch. Evaluations visit the
-held-out rows in one fixed random order, each row at most once, so that the first rows are a sample of all. In both, row
-k of the order belongs to stream k modulo the number of streams.
+held-out rows in one fixed random order. Streams take the rows of an order in turn.
 
 T: positions per row.
 """
@@ -49,13 +45,10 @@ class ChunkTask(abc.ABC):
     """A `core.types.Task` of rows that are in memory or in arrays on disk.
 
     Attributes:
-      length: T.
+      length: T, tokens per row.
       num_streams: number of data streams; divides the batch size.
       held_out: the split of evaluations, "validation" or "test".
       eval_rows: maximum number of rows per evaluation; None: all.
-
-    Raises:
-      UserError: `held_out` is another split.
     """
 
     length: int
@@ -75,30 +68,24 @@ class ChunkTask(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, split: str) -> Rows:
-        """Returns the rows of a split. Raises UserError if there are none."""
+        """Returns the rows of a split."""
 
     @abc.abstractmethod
     def fingerprint(self) -> str:
         """Returns a hash of the data, equal on all hosts that read the same data."""
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch. Raises UserError if the streams do not divide it."""
+        """Returns the fields of a global batch."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         documents = Field((batch_size,), np.int32, ("batch",))
         return {**streams.batch_spec(batch_size, length=self.length), DOCUMENTS: documents}
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of training batches.
-
-        Raises UserError if the streams do not divide the batch, or the split has no rows.
-        """
+        """Returns an endless iterator of training batches."""
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out row once, at most `eval_rows`; rows of padding fill the last batch.
-
-        Raises UserError if the streams do not divide the batch, or the split has no rows.
-        """
+        """Returns batches of held-out rows, at most `eval_rows`; rows of padding fill the last batch."""
         return self._batches(layout, self.held_out, None)
 
     def evaluating(self, rows: int | None) -> ChunkTask:
@@ -106,7 +93,7 @@ class ChunkTask(abc.ABC):
         return dataclasses.replace(self, eval_rows=rows)
 
     def evaluated_on(self, most: int | None) -> str:
-        """Describes the rows of an evaluation that reads at most `most` rows; None: no such limit."""
+        """Describes the rows of an evaluation that reads at most `most` rows; None: no limit."""
         count = len(self.rows(self.held_out))
         scored = min(n for n in (count, self.eval_rows, most) if n is not None)
         return f"{scored:,} of {count:,} {self.held_out} rows of {self.length} tokens"
@@ -133,20 +120,10 @@ def evaluation_order(count: int) -> np.ndarray:
 
 
 class _Stream(Stream):
-    """One data stream (a `streams.Stream`): every `num_streams`-th row of the order, starting with row `index`."""
-
     def __init__(
         self, rows: Rows, spec: BatchSpec, place: tuple[int, int, int], *, seed: int | None, most: int | None
     ) -> None:
-        """Opens the stream at its start.
-
-        Args:
-          rows: rows of the split.
-          spec: fields of a batch.
-          place: (index of the stream, number of streams, rows per element).
-          seed: seed of the order; None: the order of evaluations.
-          most: number of rows of all streams together; None: endless.
-        """
+        """`place` is (index, num_streams, rows per element); `most` counts the rows of all streams, None: endless."""
         self._rows, self._spec, self._seed, self._most = rows, spec, seed, most
         self._index, self._num_streams, self._each = place
         self._taken = 0
@@ -176,7 +153,7 @@ class _Stream(Stream):
 
 
 class TokenRows:
-    """Implements `Rows` for documents in memory, which it cuts into rows.
+    """Documents in memory, cut into rows.
 
     Attributes:
       names: names of the documents, in the order of their numbers.
@@ -187,15 +164,7 @@ class TokenRows:
     ) -> None:
         """Cuts documents into rows.
 
-        Args:
-          documents: int32 ids by name.
-          length: ids per row.
-          bos_id: the first input of each document.
-          least_tokens: rows with fewer ids are left out.
-          where: names the documents in errors.
-
-        Raises:
-          UserError: no document has `least_tokens` ids.
+        Args: rows with fewer than `least_tokens` ids are left out; `where` names the documents in errors.
         """
         self.names = tuple(documents)
         self._ids, self._length, self._bos_id = tuple(documents.values()), length, bos_id

@@ -2,15 +2,12 @@
 
 The process limits its CPU time and memory. Then it irrevocably gives up opening files other than those of Python, its
 installed packages and the system's libraries (Landlock, `man 7 landlock`), and all system calls that are not on a list
-(seccomp, `man 2 seccomp`). It can compute and write to one pipe. It cannot create a process or a thread, send a
-signal, open a socket, or create, write, rename or remove a file; such calls fail with EPERM. It can see by `stat`
-which files exist.
+(seccomp, `man 2 seccomp`). It cannot create a process or a thread, send a signal, open a socket, or create, write,
+rename or remove a file. It can see by `stat` which files exist.
 
-stdin has a line of JSON with `code` and the limits, then a token, which stays in the pipe until the program has ended.
-The process writes READY to stdout before the program starts, then the token if it ran to its end, otherwise the name of
-its error. A program that means to deceive can read the token from the pipe itself. If the process cannot be confined,
-it writes the reason instead of READY. The module imports only the standard library, because it is started once per
-program.
+stdin has a line of JSON with `code` and the limits, then a token. The process writes READY to stdout before the program
+starts, then the token if it ran to its end, otherwise the name of its error. A program that means to deceive can read
+the token from the pipe itself. If the process cannot be confined, it writes the reason instead of READY.
 """
 
 import ctypes
@@ -62,11 +59,6 @@ def _program() -> bytes:
 
 
 def _confine() -> None:
-    """Gives up opening files outside the folders that programs import from, and system calls that are not `_ALLOWED`.
-
-    Raises:
-      OSError: the kernel cannot confine the process.
-    """
     libc = ctypes.CDLL(None, use_errno=True)
     program = ctypes.create_string_buffer(_program())
 
@@ -80,7 +72,6 @@ def _confine() -> None:
 
 
 def _restrict_reading(libc: ctypes.CDLL) -> None:
-    """Gives up opening files outside the folders that programs import from. Raises OSError if Landlock fails."""
     handled = ctypes.c_uint64(_ALL_ACCESS)
     rules = _checked(libc.syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0), "Landlock")
     packages = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -134,7 +125,7 @@ def main() -> NoReturn:
 
 
 def _run(code: str) -> str:
-    """Runs a program; returns "", or the name of the error that ended it: that of its nearest builtin class."""
+    """Runs a program; returns "", or the name of the nearest builtin class of the error that ended it."""
     try:
         exec(code, {"__name__": "__main__"})
     except BaseException as error:

@@ -1,8 +1,7 @@
-"""A task of source code files in some languages; training files that share text with evaluation sets can be left out.
+"""A task of source code files in some languages.
 
-Copies of a file are mostly in the same package, so each package belongs to one split, chosen by the hash of its name. A
-file's package is the first folder in its path below the common folder of all files or, without such a folder, the name
-of the file without its ending.
+Each package belongs to one split, because copies of a file are mostly in the same package. A file's package is the
+first folder in its path below the common folder of all files or, without such a folder, its own name.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class CodeFiles(chunks.ChunkTask):
     least_tokens: int
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Prepares the vocabulary; one that the run trains learns from the training files."""
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._sample)
 
     def rows(self, split: str) -> chunks.TokenRows:
@@ -67,7 +65,6 @@ class CodeFiles(chunks.ChunkTask):
         return self._rows[split]
 
     def problems(self) -> list[str]:
-        """Returns the problems that can be found without opening the data."""
         if found := self.vocabulary.problems():
             return found
         if not any(map(paths.is_remote, self.files)) and not self._listed:
@@ -85,11 +82,9 @@ class CodeFiles(chunks.ChunkTask):
         ]
 
     def named_files(self) -> Sequence[str]:
-        """Returns `files`, `exclude` and the vocabulary's file, if it has one, as the user wrote them."""
         return (*self.files, *self.exclude, *([self.vocabulary.path] if can(self.vocabulary, ReadsFile) else []))
 
     def describe(self) -> str:
-        """Returns one line for the run summary, with counts of documents once they are read."""
         source = ", ".join(self.files) if self.files else "Python's standard library"
         parts = [f"code_files: {', '.join(self.languages)} of {source}"]
         for split, rows in self._rows.items():
@@ -103,10 +98,7 @@ class CodeFiles(chunks.ChunkTask):
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (the task lives as long as the process)
     def fingerprint(self) -> str:
-        """Returns a hash of the files (names, sizes and content) and of settings that decide which rows a split has.
-
-        These are the vocabulary, `held_out_percent`, `least_tokens`, and the excluded texts.
-        """
+        """Returns a hash of the files and of settings that decide which rows a split has."""
         listing = [(file.name, file.size_bytes) for file in self._listed]
         excluded = self._excluded.digest if self._excluded else ""
         settings = (self.held_out_percent, self.least_tokens, excluded, self.vocabulary.hash)
@@ -130,12 +122,10 @@ class CodeFiles(chunks.ChunkTask):
 
     @functools.cached_property
     def _left_out(self) -> Counter[str]:
-        """The number of files that share text with an evaluation set, by split."""
         return Counter()
 
     @functools.cached_property
     def _unreadable(self) -> set[str]:
-        """The files, of those read so far, that are not UTF-8."""
         return set()
 
     @functools.cached_property
@@ -202,20 +192,13 @@ def code_files(
 
     Args:
       files: one or more patterns (`/code/**/*.js`, gs://); None: Python's standard library without its tests.
-      languages: some of `LANGUAGES`; files with other endings, or over 1 MiB, are left out. Not used without
-        `files`.
-      length: tokens per row.
-      num_streams: number of data streams; must divide the batch size.
-      vocabulary: converts text to ids; default: bytes.
-      held_out: the split of evaluations: "validation", to choose a checkpoint, or "test".
+      languages: some of `LANGUAGES`; files with other endings, or over 1 MiB, are left out. Not used without `files`.
+      length, num_streams, held_out: as in `tasks.code.chunks.ChunkTask`.
+      vocabulary: None: bytes.
       held_out_percent: percentage of the packages in each of "validation" and "test", 1 to 49.
-      exclude: files of evaluation sets, such as `HumanEval.jsonl`; training files that share text with them are left
-        out.
-      exclude_words, exclude_characters: see `tasks.text.decontamination.Excluded`.
-      least_tokens: shorter pieces of files are left out; from 1 to `length`.
-
-    Raises:
-      UserError: a language or split is unknown, a pattern is not a text, or a number is out of range.
+      exclude: files of evaluation sets; training files that share text with them are left out.
+      exclude_words, exclude_characters: as in `tasks.text.decontamination.Excluded`.
+      least_tokens: shorter pieces of files are left out.
     """
     patterns = (files,) if isinstance(files, str) else tuple(files or ())
     excluded = (exclude,) if isinstance(exclude, str) else tuple(exclude)

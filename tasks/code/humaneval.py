@@ -1,8 +1,7 @@
 """Scores a model on HumanEval: how many problems it solves by writing a function that passes unit tests.
 
 Chen et al. 2021, "Evaluating Large Language Models Trained on Code". The model continues the beginning of a function.
-The continuation is cut before the first of `STOPS`, where another top-level statement begins, and the problem's tests
-run in `sandbox`.
+The continuation is cut before the first of `STOPS`, and the problem's tests run in `sandbox`.
 """
 
 import json
@@ -24,7 +23,6 @@ class Problem(NamedTuple):
     """A problem in the format of HumanEval.
 
     Attributes:
-      name: the problem's name, such as `HumanEval/0`.
       prompt: the beginning of a function.
       test: code that defines `check(function)`.
       entry_point: name of the function.
@@ -41,11 +39,7 @@ class Problem(NamedTuple):
 
 
 def read(file: str, *, most: int | None = None) -> list[Problem]:
-    """Reads problems from JSON lines with task_id, prompt, test and entry_point: the first `most`, or all if None.
-
-    Raises:
-      UserError: there is no such file, it is empty, or a line is malformed.
-    """
+    """Reads problems from JSON lines with task_id, prompt, test and entry_point: the first `most`, or all if None."""
     path = paths.resolve(file)
     if not path.is_file():
         raise UserError(f"--humaneval {file}: no such file; expected JSON lines in the format of HumanEval")
@@ -71,32 +65,20 @@ def _problem(line: str, where: str) -> Problem:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns an unbiased estimate of the probability that k samples contain a correct one (equation 1 of the paper).
+    """Returns an unbiased estimate of the probability that k samples contain a correct one.
 
-        1 - C(n - c, k) / C(n, k)
-
-    Args:
-      samples: n, the number of samples, at least k.
-      correct: c, the number of correct samples.
-      k: the number of tries.
+    1 - C(n - c, k) / C(n, k)     with c correct ones of n samples; equation 1 of the paper
     """
     assert 0 <= correct <= samples >= k > 0
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def score(problems: Sequence[Problem], completions: Sequence[str]) -> dict[str, Any]:
-    """Runs the problems' tests on completions.
+    """Runs the problems' tests on completions; returns a description, pass@k, and the outcomes.
 
     Args:
       problems: P problems, at least one.
       completions: P * n texts, first the n completions of the first problem.
-
-    Returns:
-      `evaluated_on`, a description; `pass_at`, pass@k for each k of `KS` up to n; and `samples`, a dict for each
-        completion with its outcome.
-
-    Raises:
-      UserError: programs cannot be confined on this machine.
     """
     samples = len(completions) // len(problems)
     owners = [problem for problem in problems for _ in range(samples)]

@@ -42,7 +42,6 @@ class Outcome(NamedTuple):
     Attributes:
       passed: whether it ran to its end. A program that means to deceive can forge that (docs/explanation/trust.md).
       why: "" if it passed; otherwise the name of a builtin error, `timed out`, `ended early` or `killed by signal N`.
-        It never has text from the program, which could contain what the program has read.
     """
 
     passed: bool
@@ -50,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 def run(code: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 (immutable)
-    """Runs one program until it ends or reaches a limit; leaves no process behind.
+    """Runs one program until it ends or reaches a limit.
 
     Raises:
       UserError: its process did not start or could not be confined; the program was not run.
@@ -89,7 +88,6 @@ def _unconfined(reason: str) -> UserError:
 
 
 def _require_start(process: subprocess.Popen) -> None:
-    """Waits until the process is confined. Raises UserError if it ends, or is not ready in time."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], _START_SECONDS)
     if not ready:
@@ -120,22 +118,14 @@ def _answer(process: subprocess.Popen, seconds: float) -> str | None:
 
 
 def run_all(programs: Sequence[str], limits: Limits = Limits()) -> list[Outcome]:  # noqa: B008 (immutable)
-    """Runs programs, as many at a time as there are CPUs for this process.
-
-    Raises:
-      UserError: a program could not be confined. If confinement does not work on this machine, none was run.
-    """
+    """Runs programs, as many at a time as there are CPUs for this process."""
     require_confinement()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda code: run(code, limits), programs))
 
 
 def require_confinement() -> None:
-    """Checks that the confinement works here.
-
-    Raises:
-      UserError: it does not.
-    """
+    """Raises UserError unless programs are confined on this machine."""
     attempts = "".join(
         f"try:\n    {attempt}\nexcept PermissionError:\n    pass\nelse:\n    raise RuntimeError\n"
         for attempt in ("os.fork()", f"open({str(Path(__file__))!r})")

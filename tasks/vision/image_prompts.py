@@ -1,8 +1,6 @@
-"""How a published model of images and text reads images: their pixels, and the tokens that stand for them in a text.
+"""How a published model reads images: their pixels, and the tokens that stand for them in a text.
 
-    "USER: <image> What?"   ->   "USER: <image><image>…<image> What?"     one token for each vector of the image
-
-Published folders have a processor, whose settings `core.checkpoints.image_processor` reads; this module does the same.
+"USER: <image> What?"   ->   "USER: <image><image>…<image> What?"     one token for each vector of the image
 """
 
 from __future__ import annotations
@@ -38,25 +36,19 @@ class ImagePrompts:
     token: str
 
     def prepared(self, content: bytes) -> Frames:
-        """Returns the image in the content of a file, as the model reads it. Raises UnreadableImage."""
+        """Returns the image in the content of a file, as the model reads it."""
         return prepared.prepare(content, self.input.processor)
 
     def parts(self, text: str) -> list[str]:
-        """Returns the texts before, between and after the image tokens of a prompt; the whole text if `token` is ""."""
+        """Returns the texts before, between and after the image tokens of a prompt."""
         return text.split(self.token) if self.token else [text]
 
     def expanded(self, parts: Sequence[str], images: Sequence[Frames]) -> str:
-        """Returns a prompt with as many image tokens as its images have vectors.
-
-        Args:
-          parts: see `parts`; one more than there are images.
-          images: the prepared images.
-        """
+        """Returns a prompt with as many image tokens as its images have vectors."""
         written = [*map(self._tokens, images), ""]
         return "".join(part + tokens for part, tokens in zip(parts, written, strict=True))
 
     def _tokens(self, frames: Frames) -> str:
-        """Returns the text that stands for an image in a prompt: its image tokens, with marks of its frames if any."""
         tokens = self.token * self.input.image_tokens
         if not self.input.has_frames:
             return tokens
@@ -69,14 +61,7 @@ class ImagePrompts:
 
 
 def of(images: ImageInput, vocabulary: FolderTokenizer | None) -> ImagePrompts:
-    """Returns the `ImagePrompts` of a model.
-
-    Args:
-      images: how the model reads images.
-      vocabulary: the folder's tokenizer; None: it has none.
-
-    Raises UserError if the tokenizer lacks the image token.
-    """
+    """Returns the `ImagePrompts` of a model; `vocabulary` is its tokenizer, None if it has none."""
     return ImagePrompts(images, "" if vocabulary is None else vocabulary.token_of(images.token_id))
 
 
@@ -85,15 +70,7 @@ def of_training(
 ) -> ImagePrompts:
     """Returns the `ImagePrompts` of rows for training, whose images are one frame each.
 
-    Args:
-      images: how the model reads images.
-      vocabulary: its tokenizer.
-      image_size: pixels along a side of an image; must be the model's. None: the model's.
-      image_tokens: tokens per image; with a selector, the number of patches that it chooses. None: as many as the
-        model gives an image.
-
-    Raises:
-      UserError: the model reads images of another size, or the vocabulary is of another kind or lacks the image token.
+    Args: `image_size` must be the model's, if given; `image_tokens` None: the model's.
     """
     if image_size not in (None, images.image_size):
         raise UserError(
@@ -116,14 +93,8 @@ def row_ids(
     """Returns the ids of a question about one image, with its image tokens, and those of the answer.
 
     Args:
-      question, answer: the texts, which the chat template formats as a conversation.
-      prompts: how images are shown.
-      vocabulary: has the chat template.
-      ends: whether the end-of-document id follows an answer whose end the chat template does not mark.
-
-    Raises:
-      UserError: the chat template refuses the conversation, or does not write exactly one image token before the
-        answer; or the answer contains one.
+      vocabulary: has the chat template that formats the texts as a conversation.
+      ends: whether the end-of-document id follows an answer whose end the template does not mark.
     """
     asked: list[dict[str, str]] = [{"type": "image"}, {"type": "text", "text": question}]
     said: list[dict[str, str]] = [{"type": "text", "text": answer}]

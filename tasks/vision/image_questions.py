@@ -6,11 +6,6 @@ say where in the image the question points: at some cells of a grid of `grid` x 
 
   line -> image [H, W, 3] uint8;   slots, question, answer -> ids, weights, until [T]
 
-A row is one line: S positions for the patches of the image, the question, and the answer. The loss covers only the
-answer, which the end-of-document id follows unless `ends` is false. An image is decoded and resized to a square on the
-host (`tasks.vision.images`). With `prompts`, the chat template of a published model says where in the row its image is,
-and its image processor prepares the image (`tasks.vision.image_prompts`).
-
 T: tokens per row. S: positions of an image.
 """
 
@@ -62,14 +57,12 @@ class ImageQuestions:
       image_tokens: S, positions per image.
       length: T, tokens per row; at least S + 2.
       num_streams: number of data streams; divides the batch size.
-      vocabulary: converts text to ids.
-      kinds: names of kinds of questions; the field `kind` of a batch has indices into them. (): there is no such field.
+      kinds: names of kinds of questions, in the order of the numbers in the field `kind`; (): there is no such field.
       weighted: whether training lines are drawn by their weights; otherwise each occurs once per epoch.
-      max_shift: training images are shifted by up to this many pixels; border pixels are repeated.
-      mirror: whether half of the training images are mirrored, left to right.
-      broken: "refuse": an image that cannot be read ends the run; "skip": its line is left out and counted.
-      ends: whether the end-of-document id follows each answer, with weight 1. Answers of one token do not need it;
-        without it, a model does not learn where longer answers end.
+      max_shift: training images are shifted by up to this many pixels.
+      mirror: whether training images are mirrored, left to right, with probability 1/2.
+      broken: for an image that cannot be read: "refuse": an error; "skip": its line is left out.
+      ends: whether the end-of-document id follows each answer.
       evaluated: number of rows that an evaluation scores; None: all.
       prompts: how a published model reads images and questions; None: S positions first, then the question.
     """
@@ -91,7 +84,7 @@ class ImageQuestions:
     prompts: ImagePrompts | None = None
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a global batch. Raises UserError if the streams do not divide the batch."""
+        """Returns the fields of a global batch."""
         streams.rows_per_stream(batch_size, num_streams=self.num_streams)
         return batch_spec(
             batch_size,
@@ -102,28 +95,19 @@ class ImageQuestions:
         )
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Prepares the vocabulary; one that the run trains learns from the training questions and answers."""
+        """Prepares the vocabulary."""
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._texts)
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
-        """Returns an endless iterator of batches.
-
-        Raises UserError if a line is malformed, a stream has no line, or the streams do not divide the batch.
-        """
+        """Returns an endless iterator of batches."""
         return self._batches(layout, "train", seed)
 
     def evaluation(self, layout: DataLayout) -> Batches:
-        """Returns batches with each held-out question once, or the first `evaluated` ones; padding is not scored.
-
-        Raises UserError for a malformed line or an empty split.
-        """
+        """Returns batches of the held-out questions, or the first `evaluated` ones."""
         return self._batches(layout, "validation", None)
 
     def evaluated_on(self, most: int | None = None) -> str:
-        """Describes the questions that an evaluation scores, at most `most`; None: no such limit.
-
-        Raises UserError for a malformed line or an empty split.
-        """
+        """Describes the questions that an evaluation scores, at most `most`; None: no such limit."""
         count = len(self.questions("validation"))
         taken = min(n for n in (count, self.evaluated, most) if n is not None)
         return f"all {count:,} held-out questions" if taken == count else f"{taken:,} of {count:,} held-out questions"
@@ -147,7 +131,7 @@ class ImageQuestions:
         return all_found or self._refusal()
 
     def _refusal(self) -> list[str]:
-        """With `prompts`, returns why the first question of a local file does not become a row; otherwise []."""
+        """Returns why the first question of a local file does not become a row by `prompts`."""
         files = list_files(tuple(pattern for pattern in self.train_files if not paths.is_remote(pattern)))
         first = next(read_questions(files[:1], kinds=self.kinds), None)
         try:
@@ -166,7 +150,7 @@ class ImageQuestions:
         return self.prompts is None or cast(FolderTokenizer, self.vocabulary).begins_with_bos
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns the ids that end an answer, also in the format of the chat template if it writes the rows."""
+        """Returns the ids that end an answer."""
         ends = () if self.prompts is None else cast(FolderTokenizer, self.vocabulary).turn_ends
         return tuple(dict.fromkeys([self.vocabulary.eos_id, *ends]))
 
@@ -179,7 +163,7 @@ class ImageQuestions:
         )
 
     def fingerprint(self) -> str:
-        """Returns a hash of the names, sizes and content of the files of questions (not of images)."""
+        """Returns a hash of the files of questions (not of images)."""
         return self._fingerprint
 
     @functools.cached_property
@@ -188,7 +172,7 @@ class ImageQuestions:
         return fingerprint_of(listing, content_hash.of_files(self._files))
 
     def rehearsal(self) -> Any:
-        """Returns a task for smoke runs: random images and questions with the same shapes, without kinds."""
+        """Returns a task of random images and questions with the same shapes, without kinds."""
         return RandomQuestions(
             image_size=self.image_size,
             image_tokens=self.image_tokens,
@@ -198,7 +182,7 @@ class ImageQuestions:
         )
 
     def questions(self, split: str) -> tuple[Question, ...]:
-        """Returns the lines of a split. Raises UserError for a malformed line or an empty split."""
+        """Returns the lines of the split "train" or "validation"."""
         if not (found := self._splits[split]):
             raise UserError(
                 f"vision.questions: no question for {split} in {', '.join(self.train_files)}; add lines, or set "
@@ -244,8 +228,6 @@ class ImageQuestions:
 
         Raises:
           BrokenImage: its image cannot be read.
-          UserError: image, question and answer are longer than the row, the question or the answer has no tokens, or
-            the chat template refuses them.
         """
         slots, asked, said = self._ids(question)
         row = question_rows.laid_out(slots, asked, said, length=self.length)
@@ -255,10 +237,7 @@ class ImageQuestions:
         return row
 
     def _ids(self, question: Question) -> tuple[Sequence[int], list[int], list[int]]:
-        """Returns the positions of the image, and the ids of the question, which include them, and of the answer.
-
-        Raises UserError, which names the line, if they do not fit the row, or the chat template refuses them.
-        """
+        """Returns the positions of the image, the ids of the question, which include them, and those of the answer."""
         if self.prompts is None:
             answer = self.vocabulary.encode(f" {question.answer}")
             said = with_eos(answer, self.vocabulary) if self.ends and answer else answer
@@ -322,22 +301,16 @@ def questions(
     broken: str = "refuse",
     ends: bool = True,
 ) -> ImageQuestions:
-    """Returns a task of questions about images; see `ImageQuestions`.
+    """Returns a task of questions about images.
 
     Args:
-      train: one or more patterns of .jsonl files. None is an error, which the task's `problems` reports.
-      validation: one or more patterns. Default: the questions about 5% of the images, chosen by hash.
-      folder: the folder to which patterns are relative, if any.
-      image_input: how a published model of images and text reads images, `models.vision.pretrained.image_input`. Its
-        chat template writes the rows, and its image processor prepares each image as one frame. None: see
-        `ImageQuestions`.
-      image_size, image_tokens: see `ImageQuestions`; None: those of `image_input`. With a selector, `image_tokens` is
-        the number of patches that it chooses.
+      train: one or more patterns of .jsonl files; None: not set.
+      validation: one or more patterns; None: the questions about 5% of the images, chosen by hash.
+      folder: the folder to which patterns are relative; "": none.
+      image_input: how a published model reads images and writes rows; None: the image comes first.
+      image_size, image_tokens: None: those of `image_input`. With a selector, `image_tokens` is the number of patches
+        that it chooses.
       length, num_streams, vocabulary, kinds, weighted, max_shift, mirror, broken, ends: see `ImageQuestions`.
-
-    Raises:
-      UserError: a number is missing or out of range, `broken` is unknown, a pattern is not a text, or the image size or
-        the vocabulary does not fit `image_input`.
     """
     prompts = None
     if image_input is not None:
@@ -366,7 +339,6 @@ def questions(
 
 
 def _check_numbers(values: Mapping[str, int | None]) -> None:
-    """Raises UserError for an integer argument of `questions` that is missing, out of range or too short."""
     least = {"length": 2, "max_shift": 0}
     for name, value in values.items():
         if value is None:
@@ -382,10 +354,7 @@ def _check_numbers(values: Mapping[str, int | None]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomQuestions(SampledTask):
-    """A task of random images with random questions and answers, for smoke runs, plans and benchmarks.
-
-    `random_questions` explains the fields.
-    """
+    """A task of random images with random questions and answers, made by `random_questions`."""
 
     image_size: int
     image_tokens: int
@@ -398,7 +367,6 @@ class RandomQuestions(SampledTask):
         return batch_spec(batch_size, **sizes, has_kinds=False)
 
     def row(self, rng: np.random.Generator, *, is_training: bool) -> dict[str, np.ndarray]:
-        """Returns a row whose answer is about the last quarter of its text."""
         del is_training
         ids = rng.integers(0, self.vocab_size, self.length - self.image_tokens + 1).tolist()
         asked, slots = len(ids) - 1 - len(ids) // 4, range(self.image_tokens)
@@ -406,10 +374,7 @@ class RandomQuestions(SampledTask):
         return {**row, "images": rng.integers(0, 256, (self.image_size, self.image_size, 3), dtype=np.uint8)}
 
     def rehearsal(self) -> RandomQuestions:
-        """Returns the same task with one stream, for smoke runs with any batch size.
-
-        Rows keep their length, which the image needs.
-        """
+        """Returns the same task with one stream."""
         return dataclasses.replace(self, num_streams=1)
 
 
@@ -418,15 +383,7 @@ def random_questions(
 ) -> RandomQuestions:
     """Returns a task of random images with questions.
 
-    Args:
-      image_size: pixels along a side.
-      image_tokens: positions of an image in a row.
-      length: positions per row, including those of the image; at least image_tokens + 2.
-      num_streams: number of data streams; must divide the batch size.
-      vocab_size: number of ids to draw from.
-
-    Raises:
-      UserError: a row has no room for a question and an answer.
+    Args: `length`, positions per row, is at least image_tokens + 2; `num_streams` must divide the batch size.
     """
     if image_tokens + 2 > length:
         raise UserError(
@@ -442,14 +399,7 @@ def batch_spec(
 ) -> dict[str, Field]:
     """Returns the fields of a global batch of questions about images.
 
-    These are `images` [B, H, W, 3] uint8, those of `question_rows.laid_out`, and, with `has_kinds`, `kind` [B] int32.
-
-    Args:
-      batch_size: rows of the global batch.
-      image_size: pixels along a side.
-      image_tokens: positions of an image in a row.
-      length: positions of a row.
-      has_kinds: whether rows have the kind of their question.
+    Args: sizes as in `random_questions`; `has_kinds` adds the field `kind`.
     """
     pixels = Field((batch_size, image_size, image_size, 3), np.uint8, ("batch", None, None, None))
     found = {
@@ -462,7 +412,6 @@ def batch_spec(
 
 
 def _try_read(path: str, read: Callable[[bytes], np.ndarray]) -> np.ndarray | str:
-    """Returns the image in a file, or a message about what is wrong with it."""
     try:
         return read(paths.resolve(path).read_bytes())
     except (OSError, images.UnreadableImage) as error:
@@ -475,11 +424,6 @@ def _report_once(message: str) -> None:
 
 
 class _Stream:
-    """`streams.Stream` over every `num_streams`-th question of a split; a position is the number of questions read.
-
-    Raises UserError if a training split has none for this stream, or none with a weight above 0 if they are weighted.
-    """
-
     def __init__(self, task: ImageQuestions, split: str, seed: int | None, index: int, rows: int):
         every = task.questions(split)
         if seed is None and task.evaluated is not None:
@@ -532,11 +476,6 @@ class _Stream:
             return row
 
     def _skip(self, place: int, error: BrokenImage) -> None:
-        """Skips and counts a question whose image cannot be read.
-
-        Raises:
-          UserError: questions are not to be skipped, or no other is left.
-        """
         if self._task.broken == "refuse":
             raise error
         self._broken.add(place)
@@ -564,7 +503,6 @@ class _Stream:
 
     @functools.cached_property
     def _filler(self) -> Mapping[str, np.ndarray]:
-        """A row of padding, which is not scored."""
         spec = self._task.spec(self._task.num_streams)
         row = {name: np.zeros(field.shape[1:], field.dtype) for name, field in spec.items()}
         row["slots"] = np.arange(self._task.image_tokens, dtype=np.int32)
@@ -575,8 +513,6 @@ class _Stream:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Stands in for a corpus, so that `documents.intake_of` counts questions under a task's name."""
-
     name: str
 
     def describe(self) -> str:

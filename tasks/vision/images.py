@@ -1,8 +1,4 @@
-"""Decodes image files, and encodes arrays as image files, on the host.
-
-Decoding gives gray images three equal channels, keeps the upper 8 of 16 bits, puts transparent pixels on white, and
-applies the camera's orientation tag.
-"""
+"""Decodes image files, and encodes arrays as image files, on the host."""
 
 import io
 from collections.abc import Mapping
@@ -14,11 +10,11 @@ from core.files import paths
 
 
 class UnreadableImage(ValueError):
-    """Raised for content that is not an image, or cannot be read."""
+    """Raised for content that cannot be read as an image."""
 
 
 def decode(content: bytes, *, size: int) -> np.ndarray:
-    """Decodes an image to [size, size, 3] uint8, without keeping its aspect ratio. Raises UnreadableImage."""
+    """Decodes an image to [size, size, 3] uint8, without keeping its aspect ratio; raises UnreadableImage."""
     from PIL import Image
 
     image = opened(content)
@@ -28,7 +24,7 @@ def decode(content: bytes, *, size: int) -> np.ndarray:
 
 
 def opened(content: bytes) -> Any:
-    """Returns the image in the content of a file, as a Pillow image of mode RGB. Raises UnreadableImage."""
+    """Returns the image in the content of a file as RGB, transparent pixels on white; raises UnreadableImage."""
     from PIL import Image, ImageOps
 
     try:
@@ -49,14 +45,11 @@ def opened(content: bytes) -> Any:
 
 
 def as_file(image: Any) -> tuple[bytes, str]:
-    """Returns an image as the content of a file, with the ending for its name.
+    """Returns an image as the content of a file, with the ending for its name; raises UnreadableImage.
 
     Args:
       image: the content of a file, which is not changed; a mapping with `bytes` or `path`, as in datasets of the
-        Hugging Face hub; a path; or a uint8 array [H, W, 3], [H, W, 1] or [H, W], which becomes PNG.
-
-    Raises:
-      UnreadableImage: `image` is none of these, or cannot be read.
+        Hugging Face hub; a path, as text; or a uint8 array, such as [H, W, 3], which becomes PNG.
     """
     from PIL import Image
 

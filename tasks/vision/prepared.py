@@ -1,7 +1,7 @@
-"""Prepares images on the host, as the processor of a published model does, but as uint8 that is not normalized.
+"""Prepares images on the host as the processor of a published model does, but without normalizing them.
 
-A processor with frames, such as that of SmolVLM, resizes an image so that its longest edge has a given length, then to
-whole frames, and splits it into them. If these are several, the whole image follows, reduced to one frame.
+A processor with frames, such as that of SmolVLM, can split an image into square frames. If these are several, the
+whole image follows, reduced to one frame.
 
 F frames, H rows and W columns of pixels.
 """
@@ -22,7 +22,7 @@ class Frames(NamedTuple):
 
     Attributes:
       pixels: [F, H, W, 3], uint8.
-      rows, columns: size of the grid of frames, which the reduced whole image follows; 0 if it was not split.
+      rows, columns: size of the grid of frames; 0 if the image was not split.
     """
 
     pixels: np.ndarray
@@ -31,15 +31,7 @@ class Frames(NamedTuple):
 
 
 def prepare(content: bytes, processor: ImageProcessor) -> Frames:
-    """Returns an image as a model reads it.
-
-    Args:
-      content: the content of an image file.
-      processor: how it is prepared.
-
-    Raises:
-      UnreadableImage: the content is not an image, or cannot be read.
-    """
+    """Returns an image, given the content of its file, as a model reads it; raises UnreadableImage."""
     image = images.opened(content)
     if processor.frame is not None:
         return _frames(image, processor, processor.frame)
@@ -63,11 +55,6 @@ def _frames(image: Any, processor: ImageProcessor, side: int) -> Frames:
 
 
 def _whole_frames(image: Any, side: int) -> tuple[int, int]:
-    """Returns to how many rows and columns of frames an image is resized; a frame has `side` pixels along a side.
-
-    The longer edge is rounded up to whole frames. The shorter edge follows from it by the image's ratio of width to
-    height, and is then rounded up, too.
-    """
     ratio = image.width / image.height
     if image.width >= image.height:
         columns = math.ceil(image.width / side)
@@ -83,10 +70,6 @@ def _by_shortest(image: Any, edge: int | None) -> tuple[int, int]:
 
 
 def _by_longest(image: Any, edge: int | None) -> tuple[int, int]:
-    """Returns rows and columns of pixels: the longer edge is `edge`, and the shorter one even.
-
-    If the longer edge would exceed `_MOST`, both are reduced.
-    """
     assert edge is not None
     ratio = image.width / image.height
     shorter = int(edge / ratio) if ratio >= 1 else int(edge * ratio)

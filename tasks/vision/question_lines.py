@@ -13,13 +13,12 @@ from tasks.text.documents import File
 
 
 class Question(NamedTuple):
-    """One line: a question about an image.
+    """A question about an image.
 
     Attributes:
       where: `file:line`, for messages.
       image: path of the image.
-      question, answer: the texts.
-      kind: the kind of question; "" if the line has none, or kinds are not read.
+      kind: the kind of question; "": none.
       weight: how often it is drawn in training, relative to others.
       grid: cells along a side of the image; 0 if the line does not say where its question points.
       cells: numbers of the cells that the question is about.
@@ -39,12 +38,8 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
     """Returns the question of one line; None if it holds only white space.
 
     Args:
-      path, number: the file and the line number, for messages; relative image paths start at the file's folder.
-      line: the line.
+      path, number: the file and the line number; relative image paths start at the file's folder.
       kinds: the kinds that a question may have; (): kinds are not read.
-
-    Raises:
-      UserError: the line is not JSON, or has missing or invalid values; the message names file and line.
     """
     record, where = documents.json_line(path, number, line), f"{path}:{number}"
     if record is None and not line.strip():
@@ -69,7 +64,7 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
 
 
 def _read_cells(record: Mapping[str, Any], where: str) -> tuple[int, tuple[int, ...]]:
-    """Returns `grid` and `cells` of a line; 0 and () if it has neither. Raises UserError for invalid ones."""
+    """Returns `grid` and `cells` of a line; 0 and () if it has neither."""
     if "grid" not in record and "cells" not in record:
         return 0, ()
     grid: Any = record.get("grid")
@@ -85,7 +80,7 @@ def _read_cells(record: Mapping[str, Any], where: str) -> tuple[int, tuple[int, 
 
 
 def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of files. Raises UserError for a file or line that cannot be read."""
+    """Yields the questions of files."""
     for file in files:
         with text_formats.opened(file.path) as stream:
             for number, line in enumerate(_lines(stream, file.path), 1):
@@ -94,7 +89,6 @@ def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Q
 
 
 def _lines(stream: Iterator[bytes], path: str) -> Iterator[bytes]:
-    """Yields the lines of an open file. Raises UnreadableFile, which names the file, if reading fails."""
     while True:
         with text_formats.reading(path):
             line = next(stream, None)

@@ -6,17 +6,15 @@ import numpy as np
 
 
 def laid_out(slots: Sequence[int], asked: Sequence[int], said: Sequence[int], *, length: int) -> dict[str, np.ndarray]:
-    """Returns the fields of a row with an image, a question and an answer, except the image itself.
+    """Returns the fields of a row with a question about an image, except the image.
 
-    Besides those of text these are `slots` [S], the positions of the image, and `until` [T]: the last position to which
-    each position attends. For the image and the question this is the end of the question, otherwise the position
-    itself.
+    `until` [T] is the last position to which each position attends.
 
     Args:
-      slots: the positions of the image.
-      asked: ids of the question, with any id at the positions of the image.
+      slots: the positions of the image, [S].
+      asked: ids before the answer; those at the positions of the image have no meaning.
       said: ids of the answer, which alone has weight 1.
-      length: positions of the row.
+      length: T.
     """
     ids = np.asarray([*asked, *said], np.int32)
     used, prefix = len(ids) - 1, len(asked)

@@ -2,8 +2,7 @@
 
   example -> OUT/images/3f/3f2a….jpeg, and a line of OUT/train.jsonl or OUT/validation.jsonl
 
-Images are stored in their original encoding, named by the hash of their content, so that an image with several
-questions is stored once. Images given as arrays are stored as PNG.
+Images are stored in their original encoding; arrays become PNG.
 """
 
 import collections
@@ -45,10 +44,10 @@ class QuestionSet:
     """A dataset of questions about images, and the names of its fields.
 
     Attributes:
-      data: `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIGURATION`, or `tfds:NAME`, which `tfds build` has prepared.
-      split, validation: names of its splits; if validation is "", `tasks.vision` holds out questions by their images.
-      image, question, answer, kind: names of fields. Of several answers the most frequent is used. kind "": no kind.
-      skip_bad: whether unusable examples are left out and counted; otherwise the first one is an error.
+      data: `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIGURATION`, or `tfds:NAME`.
+      split, validation: names of its splits; validation "": `tasks.vision` holds out questions by their images.
+      image, question, answer, kind: names of fields; of several answers the most frequent is used. kind "": no kind.
+      skip_bad: whether unusable examples are left out; otherwise the first one is an error.
       data_dir: the folder of prepared datasets; None: TensorFlow Datasets' own.
     """
 
@@ -63,12 +62,7 @@ class QuestionSet:
     data_dir: str | None = None
 
     def write(self, directory: str, *, report: Report) -> dict[str, Counts]:
-        """Writes the files, which appear together in `directory` (local or gs://) at the end; returns counts by split.
-
-        Raises:
-          UserError: the directory is in use; the splits are equal; there is no such dataset, split or field; `data_dir`
-            is given for data other than `tfds:`; an example cannot be used; or no example of a split can.
-        """
+        """Writes the files, which appear together in `directory`, local or gs://, at the end; returns counts."""
         if not self.split or self.split == self.validation:
             raise UserError(
                 f"--split {self.split!r} and --validation {self.validation!r}: expected two different splits, or "
@@ -85,10 +79,7 @@ class QuestionSet:
         return found
 
     def examples(self, split: str) -> Iterator[Mapping[str, Any]]:
-        """Yields the examples of a split.
-
-        Raises UserError if `data` is malformed, there is no such dataset or split, or `datasets` is not installed.
-        """
+        """Yields the examples of a split."""
         kind, _, name = self.data.partition(":")
         if kind == "hub" and name:
             return iter(self._of_hub(name, split))
@@ -149,7 +140,7 @@ class _Writer:
         return {"image": self._image(example[source.image], f"{where}: {source.image}"), **texts}
 
     def _image(self, value: Any, where: str) -> str:
-        """Stores an image; returns its path relative to the folder. Raises `_Bad` if it cannot be read."""
+        """Stores an image; returns its path relative to the folder."""
         try:
             content, ending = images.as_file(value)
         except images.UnreadableImage as error:
@@ -165,11 +156,7 @@ class _Writer:
 
 
 def _text(value: Any, where: str) -> str:
-    """Returns a text; of several, the most frequent, or the first of equally frequent ones. Blank ones do not count.
-
-    Raises:
-      _Bad: it is not UTF-8 text, or all texts are blank.
-    """
+    """Returns a text; of several, the most frequent, or the first of equally frequent ones."""
     several = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
     texts: list[Any] = [each.get("answer") if isinstance(each, Mapping) else each for each in several]
     try:
