@@ -1,7 +1,4 @@
-"""Analyzes a compiled step: memory, estimated cycles, traffic, findings of the lints, and compiler warnings.
-
-`launch/run report --compile` prints the result; other commands build tables from it, and it converts to JSON.
-"""
+"""Analyzes a compiled step: memory, estimated cycles, traffic, findings of the lints, and compiler warnings."""
 
 from typing import Any, NamedTuple
 
@@ -16,15 +13,7 @@ from parallel.partitioner import Program
 
 
 class Analysis(NamedTuple):
-    """The analysis of one compiled training step.
-
-    Attributes:
-      compiled: memory, time to compile, the program's text.
-      costs: estimated cycles, kernels, and operations without an estimate.
-      collectives: all collectives, with mesh axes, bytes and position in the program.
-      findings: findings of the lints; those that are not known and accepted come first (`lints.KNOWN`).
-      warnings: warnings of the compiler, without those known to be harmless (`hlo.messages`).
-    """
+    """The analysis of one compiled training step; findings that match `lints.KNOWN` come last."""
 
     compiled: Compiled
     costs: Costs
@@ -34,14 +23,12 @@ class Analysis(NamedTuple):
 
 
 def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
-    """Compiles the training step of a program whose devices are `compiling.devices_of(slice)`, and analyzes it.
+    """Compiles the training step of a program for its slice, and analyzes it.
 
-    Args:
-      bound: the program.
-      dump_to: a folder for the compiler's dump files; None: no dump.
+    `dump_to` is a folder for the compiler's dump files; None: no dump.
 
     Raises:
-      OutOfHbmError, UserError: as `compiling.compile_for_slice`.
+      OutOfHbmError: the step does not fit into HBM.
     """
     with compiler_messages() as messages:
         result = compiling.compile_for_slice(bound, dump_to=dump_to)
@@ -49,13 +36,7 @@ def analyze(bound: Program, *, dump_to: str | None = None) -> Analysis:
 
 
 def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
-    """Analyzes a compiled step.
-
-    Args:
-      bound: the program that was compiled.
-      result: the compiled step.
-      messages: the compiler's output to stderr.
-    """
+    """Analyzes a compiled step; `messages` is the compiler's output to stderr."""
     module = program.parse(result.hlo)
     run = executions.walk(module)
     collectives = traffic.collectives(module, run, traffic.grid(bound.partitioner.mesh))
@@ -64,7 +45,7 @@ def read(bound: Program, result: Compiled, messages: str = "") -> Analysis:
 
 
 def as_json(bound: Program, found: Analysis) -> dict[str, Any]:
-    """Converts an analysis to JSON values, without the time to compile and the text of the program."""
+    """Converts an analysis to JSON values."""
     memory, costs_ = found.compiled, found.costs
     return {
         "slice": memory.slice.name,

@@ -1,8 +1,4 @@
-"""Compiler options for each chip generation and for GPUs; on CPUs, only for the program that initializes parameters.
-
-The compiler rejects unknown names. Tests compile for each TPU generation with its options and check the compiler's
-warnings. docs/results/compiler-options.md shows what the most important options change.
-"""
+"""Compiler options for each TPU generation and for GPUs, and for initialization on CPUs."""
 
 import os
 from collections.abc import Mapping
@@ -62,10 +58,9 @@ OPTIONS: Mapping[str, Options] = {
 
 
 def initialization_on_cpus() -> dict[str, Value]:
-    """Returns the compiler options of initialization on CPUs: XLA's optimization level 1.
+    """Returns XLA's optimization level 1, as compiler options; none if XLA_FLAGS sets a level.
 
-    It compiles faster than the default. The program is slower, which matters little because it runs once, and gives
-    the same bits. If XLA_FLAGS sets a level, returns no options.
+    Level 1 compiles faster; initialization runs only once.
     """
     return {} if _LEVEL in os.environ.get("XLA_FLAGS", "") else {_LEVEL: 1}
 
@@ -77,9 +72,8 @@ def options(
 
     Args:
       generation: a key of `OPTIONS`, such as `v4`, `h100` or `cpu`.
-      overrides: options to add or replace, by name; None removes one.
-      mesh_shape: degree by mesh axis, -1 for the remaining chips; if that of `expert` is not 1, TPUs get the options
-        for asynchronous all-to-alls.
+      overrides: options to add or replace; None removes one.
+      mesh_shape: degree by mesh axis; if `expert` is not 1, TPUs use asynchronous all-to-alls.
     """
     exchanges = generation in slices.CHIPS and (mesh_shape or {}).get("expert", 1) != 1
     merged = {**OPTIONS[generation], **(_ASYNC_EXCHANGE if exchanges else {}), **(overrides or {})}
@@ -87,10 +81,7 @@ def options(
 
 
 def problems(overrides: Overrides) -> list[str]:
-    """Returns the problems with overrides that can be found without the compiler; [] if there are none.
-
-    Only the compiler knows the valid names; it rejects an unknown one when a step is compiled.
-    """
+    """Returns the problems with overrides that can be found without the compiler."""
     found = []
     for name, value in overrides.items():
         if not isinstance(name, str) or not name.startswith("xla_"):

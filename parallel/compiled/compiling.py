@@ -1,7 +1,6 @@
 """Compiles a training step for a slice with the real TPU compiler, on any machine.
 
-libtpu describes the chips of a slice without needing them, and compiles for them. Compiling also checks memory: a step
-that does not fit into HBM does not compile.
+A step that does not fit into HBM does not compile.
 """
 
 import hashlib
@@ -18,16 +17,11 @@ from parallel.partitioner import Program
 
 
 class Compiled(NamedTuple):
-    """The compiler's results for one training step on one chip.
+    """The compiler's results for one program on one chip.
 
     Attributes:
-      slice: the slice it was compiled for.
       peak_bytes: maximum HBM in use at any time, arguments included.
-      peak_is_bound: whether `peak_bytes` is an upper bound, because arrays are kept in the memory of the host.
-      argument_bytes: bytes of state and batch.
-      temp_bytes: bytes of temporary arrays.
-      compile_seconds: time to compile, on this machine.
-      hlo: the optimized program, as text.
+      peak_is_bound: whether `peak_bytes` is only an upper bound.
     """
 
     slice: Slice
@@ -40,11 +34,7 @@ class Compiled(NamedTuple):
 
 
 class OutOfHbmError(UserError):
-    """The step needs more HBM than a chip has.
-
-    Attributes:
-      needed, present: needed and available HBM in the compiler's format, such as `75.31GiB`.
-    """
+    """A program needs more HBM than a chip has; `needed` and `present` are texts such as `75.31GiB`."""
 
     def __init__(self, message: str, *, needed: str, present: str):
         super().__init__(message)
@@ -57,14 +47,12 @@ FIX = "Shard more (fsdp, tensor), recompute more (remat = 'full'), increase accu
 
 
 def compile_for_slice(program: Program, *, dump_to: str | None = None) -> Compiled:
-    """Compiles the training step of a program whose devices are `mesh.topology_devices(slice)`.
+    """Compiles the training step of a program, whose devices are `devices_of(slice)`.
 
-    Args:
-      program: the program.
-      dump_to: a folder for the compiler's dump files (`parallel.planning.buffers`); None: no dump.
+    `dump_to` is a folder for the compiler's dump files; None: no dump.
 
     Raises:
-      OutOfHbmError: the step does not fit; the message gives the needed and the available HBM.
+      OutOfHbmError: the step does not fit.
       UserError: the compiler does not know one of the options.
     """
     start = time.perf_counter()
@@ -78,11 +66,9 @@ def compile_lowered(
     """Compiles a lowered function of a program.
 
     Args:
-      lowered: the function, from `jax.jit(...).lower`.
-      program: the program; errors name its strategy and slice.
-      what: what is compiled, for errors.
-      fix: what to do if it does not fit, for errors.
-      dump_to: a folder for the compiler's dump files; None: no dump.
+      lowered: from `jax.jit(...).lower`.
+      what, fix: for errors: what is compiled, and what to do if it does not fit.
+      dump_to: folder for the compiler's dump files; None: no dump.
 
     Raises:
       OutOfHbmError, UserError: as `compile_for_slice`.
@@ -94,7 +80,7 @@ def compile_lowered(
 
 
 def results(executable: Any, program: Program, *, seconds: float) -> Compiled:
-    """Returns the compiler's results for an executable that took `seconds` to compile."""
+    """Returns the compiler's results for an executable."""
     memory: Any = executable.memory_analysis()
     slice_ = program.partitioner.slice
     return Compiled(
@@ -109,12 +95,7 @@ def results(executable: Any, program: Program, *, seconds: float) -> Compiled:
 
 
 def _peak_bytes(memory: Any, *, usable: int) -> int:
-    """Returns the most HBM in use, from `executable.memory_analysis()` of a program that fits in `usable` bytes.
-
-    With arrays in the memory of the host, the compiler's peak counts these, and no longer the temporaries of the chip.
-    The result is then a bound: arguments, results and all temporaries of the chip, as if none reused the memory of
-    another, and at most `usable`.
-    """
+    """With arrays on the host, the compiler's peak is useless, and an upper bound is returned."""
     if not memory.host_temp_size_in_bytes:
         return memory.peak_memory_in_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes  # of arguments whose memory is not used again
@@ -149,19 +130,12 @@ def _explained(error: Exception, program: Program, what: str, fix: str) -> Excep
 
 
 def devices_of(slice: Slice) -> list[jax.Device]:
-    """Returns the devices to bind a `Partitioner` to in order to compile for `slice`.
-
-    Raises:
-      UserError: `slice` is not a TPU slice.
-    """
+    """Returns the devices with which a `Partitioner` compiles for a TPU slice."""
     return mesh.topology_devices(slice)
 
 
 def trace_digest(bound: Program) -> str:
-    """Returns a hash of the traced training step and the layouts of its arguments, 16 hexadecimal digits.
-
-    It is equal for equal programs, whatever process traces them, and whatever their source text is.
-    """
+    """Returns a hash of the traced training step, 16 hexadecimal digits."""
     with bound.partitioner.tracing():
         traced = bound.jitted_train_step.trace(bound.abstract_state, bound.abstract_batch)
     text = re.sub(r"\b0x[0-9a-f]+\b", "", str(traced.jaxpr))  # addresses differ between processes

@@ -1,7 +1,6 @@
-"""Checks that a host has enough memory for a run: batches, evaluation, activations, a checkpoint, simulated chips.
+"""Checks that a host has enough memory for a run.
 
-The estimate is a lower bound: a run that exceeds the memory cannot work, and one that fits may still fail, because the
-data pipeline, the compiler and the program itself are not counted.
+The estimate is a lower bound: the data pipeline, the compiler and the program itself are not counted.
 """
 
 import math
@@ -25,15 +24,15 @@ _ROW_NUMBER_BYTES = 64  # of `DataLayout.rows`: a Python integer, its place in t
 
 
 def available_bytes() -> int:
-    """Returns the bytes of memory that this machine can allocate without swapping."""
+    """Returns the bytes that this machine can allocate without swapping."""
     return psutil.virtual_memory().available
 
 
 def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
-    """Checks that `needed_bytes` of a simulation fit into this machine's free memory, which all simulated hosts share.
+    """Checks that a simulation fits into this machine's free memory.
 
     Raises:
-      UserError: it does not fit; the message gives both sizes and a fix.
+      UserError: it does not fit.
     """
     available = available_bytes()
     if needed_bytes > available:
@@ -45,12 +44,11 @@ def require_simulated(needed_bytes: int, *, slice_name: str) -> None:
 
 
 def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: float) -> dict[str, int]:
-    """Returns the bytes that the host with the most rows needs at the same time, by purpose.
+    """Returns the bytes that the host with the most rows needs at once, by purpose.
 
     Args:
-      program, task: what runs.
-      eval_batches: number of batches of an evaluation.
-      saved_bytes: bytes of activations of a chip that are kept on its host (`core.rematerialization.OnHost`).
+      eval_batches: batches of an evaluation.
+      saved_bytes: a chip's activations that are kept on its host.
     """
     rows = _host_rows(program)
     row_bytes = _row_bytes(program)
@@ -65,7 +63,7 @@ def per_host(program: Program, task: Task, *, eval_batches: int, saved_bytes: fl
 
 
 def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, int]:
-    """Returns the bytes that a simulation of all hosts and chips of a slice needs at the same time, by purpose."""
+    """Returns the bytes that a simulation of all hosts and chips needs at once, by purpose."""
     slice_, own = program.partitioner.slice, per_host(program, task, eval_batches=eval_batches, saved_bytes=0)
     sizes = report.totals(program)
     batch = batch_size(program.spec) * _row_bytes(program)
@@ -80,13 +78,11 @@ def simulated(program: Program, task: Task, *, eval_batches: int) -> dict[str, i
 def problem(
     need: Mapping[str, int], program: Program, task: Task, *, eval_batches: int, have_bytes: int, whose: str
 ) -> str:
-    """Returns the error message, with a fix, if `need` exceeds `have_bytes`; "" if it fits.
+    """Returns the error message, with a fix, if `need` exceeds `have_bytes`, else "".
 
     Args:
-      need: bytes by purpose, from `per_host` or `simulated`.
-      program, task, eval_batches: as in `per_host`.
-      have_bytes: the available bytes.
-      whose: the machine that has them, for the message, such as `this host`.
+      need: bytes by purpose.
+      whose: the machine that has them, such as `this host`.
     """
     total = sum(need.values())
     if total <= have_bytes:
@@ -117,11 +113,10 @@ def problem(
 def require(program: Program, task: Task, *, eval_batches: int) -> None:
     """Checks that this machine's free memory suffices for one host of a run.
 
-    Activations that the model saves on the host are not counted: to estimate them takes a trace, which the preflight
-    makes before a run starts.
+    Activations that the model saves on the host are not counted.
 
     Raises:
-      UserError: it does not suffice; the message gives both sizes and the setting to change.
+      UserError: it does not suffice.
     """
     need, have = per_host(program, task, eval_batches=eval_batches, saved_bytes=0), available_bytes()
     if said := problem(need, program, task, eval_batches=eval_batches, have_bytes=have, whose="this host"):

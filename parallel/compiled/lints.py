@@ -1,7 +1,6 @@
 """Lints for a compiled program: find causes of unnecessary time or memory, and name a fix.
 
-Findings that are known and accepted match a row of a table, which gives the reason (`KNOWN`). They are still reported,
-after the new ones.
+Findings that match a row of `KNOWN` are accepted, and reported last.
 """
 
 import dataclasses
@@ -26,14 +25,7 @@ LARGE_REPLICATED_BYTES = 16 * MIB
 
 @dataclasses.dataclass(frozen=True)
 class LintContext:
-    """The input of the lints.
-
-    Attributes:
-      program: the program that was compiled.
-      peak_bytes: maximum HBM in use at any time.
-      collectives: collectives of the compiled step.
-      messages: the compiler's output to stderr (`hlo.messages`).
-    """
+    """The input of the lints; `messages` is the compiler's output to stderr."""
 
     program: Program
     peak_bytes: int
@@ -46,9 +38,6 @@ class Finding:
     """One problem found by a lint.
 
     Attributes:
-      lint: name of the lint.
-      what: the problem, with its size.
-      fix: how to fix it.
       labels: properties that are compared with those of known exceptions.
       reason: why it is accepted; None if it is not.
     """
@@ -62,13 +51,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class KnownException:
-    """Accepts findings of one lint.
-
-    Attributes:
-      lint: name of the lint.
-      labels: a finding is accepted if its labels contain these.
-      reason: why it is accepted.
-    """
+    """Accepts findings of `lint` whose labels contain these."""
 
     lint: str
     labels: Mapping[str, Any]
@@ -131,7 +114,7 @@ KNOWN: tuple[KnownException, ...] = (
 
 
 def check(context: LintContext) -> list[Finding]:
-    """Returns the findings of all lints; those that are not known and accepted come first."""
+    """Returns the findings of all lints; those that match `KNOWN` come last."""
     found = [_with_reason(finding) for lint in LINTS for finding in lint(context)]
     return sorted(found, key=lambda f: (f.reason is not None, f.lint, f.what))
 
@@ -144,7 +127,6 @@ def _with_reason(finding: Finding) -> Finding:
 
 
 def _accumulated_gathers(context: LintContext) -> Iterator[Finding]:
-    """Finds weights that are gathered once per microbatch although all of them would fit in HBM at once."""
     steps, weights = context.program.accum_steps, report.Weights(context.program)
     inside = [c for c in context.collectives if _in_accumulation(c, steps) and _gathered(c, weights)]
     layers_held = sum(c.payload_bytes * c.times // steps for c in inside if not _is_recomputed(c))
@@ -161,14 +143,12 @@ def _accumulated_gathers(context: LintContext) -> Iterator[Finding]:
 
 
 def _gathered(c: Collective, weights: report.Weights) -> str | None:
-    """Returns the path of the weight that a collective gathers, or None."""
     if c.kind != "all-gather":
         return None
     return next((path for a in c.arrays if (path := weights.path_of(a.dims))), None)
 
 
 def _in_accumulation(c: Collective, accum_steps: int) -> bool:
-    """Returns whether a collective runs in the loop over microbatches, the only loop outside of the gradient."""
     return accum_steps > 1 and any(re.fullmatch(r"jit\([^)]*\)(/shard_map)?/while", loop.op_name) for loop in c.loops)
 
 
@@ -190,7 +170,6 @@ def _dcn(context: LintContext) -> Iterator[Finding]:
 
 
 def _place(c: Collective, accum_steps: int) -> str:
-    """Returns a description of the loop that a collective runs in."""
     if not c.loops:
         return "once"
     if _in_accumulation(c, accum_steps):
@@ -255,7 +234,6 @@ def _how_to_scatter(shards: str, chips: int) -> str:
 
 
 def _shards_in_group(axes: Sequence[str], context: LintContext) -> str:
-    """Returns how the shards of a gradient are distributed over the chips that reduce over these axes."""
     shape = context.program.partitioner.shape
     rules = context.program.partitioner.strategy.stored_optimizer_rules
     stored = [{a for a in logical.mesh_axes(entry) if shape[a] > 1} for entry in rules.values()]
@@ -280,7 +258,7 @@ def _replicated(context: LintContext) -> Iterator[Finding]:
 
 
 def rematerialized(context: LintContext) -> Iterator[Finding]:
-    """Finds warnings of XLA's partitioner about arrays that it replicates in order to reshard them."""
+    """Finds the partitioner's warnings about arrays that it replicates to reshard them."""
     lines = [line for line in context.messages.splitlines() if "nvoluntary full remat" in line]
     for line in dict.fromkeys(_between_layouts(line) for line in lines):
         yield Finding(
@@ -319,11 +297,7 @@ def _idle_axes(context: LintContext) -> Iterator[Finding]:
 
 
 def _divergent_collectives(context: LintContext) -> Iterator[Finding]:
-    """Finds collectives that some chips may execute and others not.
-
-    If the choice of a branch depends on the slice alone, all chips of a slice take the same one, so a collective within
-    a slice is safe.
-    """
+    """Finds collectives that only some chips may execute; a choice by slice matters only on DCN."""
     for c in context.collectives:
         may_differ = ("data", "chip", "slice") if c.network == "DCN" else ("data", "chip")
         places = [f"one branch of {b.op_name or b.name}" for b in c.branches if b.depends_on in may_differ]
@@ -351,7 +325,6 @@ LINTS: tuple[Callable[[LintContext], Iterator[Finding]], ...] = (
 
 
 def _described(c: Collective) -> str:
-    """Describes a collective: `all-reduce bf16[4096,11008] over fsdp, 32 times, at while/body/dot_general`."""
     arrays = ", ".join(units.shortened([str(array) for array in c.arrays], most=2))
     times = f", {c.times} times" if c.times > 1 else ""
     where = "/".join(c.op_name.split("/")[-3:])

@@ -17,7 +17,6 @@ class StoredArray(NamedTuple):
     Attributes:
       path: such as `params/layers/block/query`.
       shape, axes, spec: global shape, logical axes, mesh axes as `(-, fsdp)`.
-      bytes_per_chip: bytes of the shard of one chip.
       replicated: whether every chip stores the full array.
     """
 
@@ -30,13 +29,7 @@ class StoredArray(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Bytes of the state.
-
-    Attributes:
-      params, opt_state, carry: per chip.
-      everything: their sum.
-      whole: bytes of the unsharded state.
-    """
+    """Bytes of the state: per chip, and of the unsharded state (`whole`)."""
 
     params: int
     opt_state: int
@@ -46,7 +39,7 @@ class Totals(NamedTuple):
 
 
 def rows(program: Program) -> list[StoredArray]:
-    """Returns every array of the state but the number of steps, parameters first."""
+    """Returns the arrays of parameters, optimizer state and carry."""
     state, axes = program.abstract_state, program.axes
     return [
         *_part("params", state.params, axes.params),
@@ -70,7 +63,6 @@ def _part(name: str, tree: Any, axes: Any) -> Iterator[StoredArray]:
 
 
 def _spec_text(spec: jax.sharding.PartitionSpec) -> str:
-    """Returns `(-, data fsdp)`, as `Axes` prints: a dash for a dimension that is not sharded."""
     return "(" + ", ".join(" ".join(logical.mesh_axes(entry)) or "-" for entry in spec) + ")"
 
 
@@ -84,7 +76,7 @@ def totals(program: Program) -> Totals:
 
 
 def table(program: Program) -> str:
-    """Returns every parameter with its mesh axes, and the bytes of each part of the state, as text."""
+    """Returns the parameters with their mesh axes, and the bytes of the state, as text."""
     unit = program.partitioner.slice.chip.unit
     lines = [("array", "shape", "logical axes", "mesh axes", f"MiB per {unit}")]
     for row in rows(program):
@@ -104,10 +96,9 @@ def table(program: Program) -> str:
 
 
 class Weights:
-    """Recognizes weights in a compiled program by their shapes: those of parameters, or of single layers of them.
+    """Recognizes parameters, or single layers of them, by their shapes on one chip.
 
-    The shapes are those on one chip while it computes. Dimensions may be in another order, and two neighbors merged.
-    Arrays with fewer than two dimensions above 1 are not recognized.
+    Dimensions may be in another order, and two neighbors merged.
     """
 
     def __init__(self, program: Program):

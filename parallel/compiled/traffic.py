@@ -1,10 +1,7 @@
 """Lists the collectives of a compiled program, by mesh axis, with their bytes and number of executions.
 
-Copies between a chip and the memory of its host (`core.rematerialization.OnHost`) are listed with them: kind `to host`
-or `from host`, network "PCIe", and `host` in place of mesh axes.
-
-The compiler numbers chips; from each group of numbers follow the mesh axes along which the chips of the group differ.
-Two sizes are defined for every collective over n chips:
+Copies between a chip and its host are listed with them: kind `to host` or `from host`, network "PCIe", axes `host`. Two
+sizes are defined for a collective over n chips, both per execution and chip:
 
     payload   bytes of the unsharded array: the result of a gather, the input of a reduction
     wire      bytes that one chip sends, by the ring formula
@@ -12,8 +9,6 @@ Two sizes are defined for every collective over n chips:
                 all-reduce                            2 x (n - 1) / n x payload
                 collective-permute                    payload x the fraction of chips that send to another chip
                 collective-broadcast                  payload
-
-Both are per execution and chip; `times` is the number of executions in a step.
 """
 
 import itertools
@@ -37,7 +32,7 @@ class Grid(NamedTuple):
 
     Attributes:
       shape: degree by mesh axis, in mesh order.
-      slices: index of the slice of each chip, in mesh order; DCN connects slices.
+      slices: index of each chip's slice, in mesh order.
     """
 
     shape: Mapping[str, int]
@@ -48,20 +43,14 @@ class Collective(NamedTuple):
     """One collective, or copy between chip and host, at one place of the program.
 
     Attributes:
-      name: name of its instruction.
-      kind: such as `all-gather`; an all-reduce fused with the slice that follows it is a `reduce-scatter`. Of a copy,
-        `to host` or `from host`.
-      arrays: the arrays of the payload.
+      kind: such as `all-gather`; an all-reduce fused with the slice that follows it is a `reduce-scatter`.
       times: executions in a step.
-      payload_bytes, wire_bytes: bytes of one execution, as the module defines them.
-      group_size: chips in one group.
-      axes: mesh axes that vary inside a group.
-      network: "ICI", "DCN" if a group spans slices, or "PCIe" to or from the host.
-      loops, branches: the loops and branches that contain it, outermost first.
+      payload_bytes, wire_bytes: of one execution.
+      network: "ICI", "DCN" if a group spans slices, or "PCIe".
       is_overlapped: whether computation is scheduled between its start and its end.
-      cycles_beside: the compiler's estimate of the cycles of that computation per execution, without kernels.
-      sliced_bytes: bytes of the arrays of an all-reduce of which every consumer reads only a slice; 0 for other kinds.
-      op_name: JAX's name of its operation, such as `jit(run)/jvp()/while/body/dot_general`; "" if unknown.
+      cycles_beside: estimated cycles of that computation, without kernels.
+      sliced_bytes: bytes of an all-reduce's arrays of which only slices are read.
+      op_name: such as `jit(run)/jvp()/while/body/dot_general`; "" if unknown.
     """
 
     name: str
@@ -88,15 +77,7 @@ class Collective(NamedTuple):
 
 
 class TrafficRow(NamedTuple):
-    """The sum of all collectives that agree in the first six fields.
-
-    Attributes:
-      axes, network, kind, dtype, is_overlapped: as in `Collective`.
-      in_loop: whether loops contain them.
-      count: number of collectives.
-      times: their executions in a step.
-      payload_bytes, wire_bytes: bytes per step and chip.
-    """
+    """The sum of all collectives that agree in the first six fields; bytes are per step and chip."""
 
     axes: tuple[str, ...]
     network: str
@@ -116,7 +97,7 @@ def grid(mesh: jax.sharding.Mesh) -> Grid:
 
 
 def table(collectives: Sequence[Collective]) -> list[TrafficRow]:
-    """Returns a `TrafficRow` for each set of collectives that agree in its first six fields, most wire bytes first."""
+    """Sums collectives that agree in the first six fields of a row; most wire bytes first."""
 
     def key(c: Collective) -> tuple:
         return c.axes, c.network, c.kind, c.dtype, bool(c.loops), c.is_overlapped
@@ -138,18 +119,12 @@ def wire_bytes_by_axes(collectives: Sequence[Collective]) -> dict[tuple[str, ...
 
 
 def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Collective]:
-    """Returns every collective of a program, and every copy between chip and host.
+    """Returns the collectives of a program, and its copies between chip and host.
 
-    Each is returned once, even if several instructions represent it.
-
-    Args:
-      module: the program.
-      run: `executions.walk(module)`.
-      grid: grid of the mesh it was compiled for.
+    `run` is `executions.walk(module)`.
 
     Raises:
       UserError: a group contains a chip that is not in the mesh.
-      RuntimeError: the groups of a collective are in an unknown notation, or an instruction lacks an attribute.
     """
     found = []
     starts = [e for e in run if dataflow.is_start(e)]
@@ -166,11 +141,7 @@ def collectives(module: Module, run: Sequence[Executed], grid: Grid) -> list[Col
 
 
 def _is_later_piece(executed: Executed, starts: Sequence[Executed]) -> bool:
-    """Returns whether an instruction continues a collective that another instruction starts.
-
-    When fused with computation, one collective appears three times: in its start, in the overlapping computation, and
-    in its end. The overlapping computation may be inside a loop that follows the start.
-    """
+    """A fused collective appears in its start, in its end, and in the computation between."""
     if not executed.wrappers or dataflow.is_start(executed):
         return False
     depth = len(executed.loops)
@@ -182,20 +153,13 @@ def _is_later_piece(executed: Executed, starts: Sequence[Executed]) -> bool:
 
 
 def _identity(executed: Executed) -> tuple:
-    """Returns what the instructions of one collective have in common; several collectives may use one channel."""
+    """Several collectives may use one channel."""
     at = executed.instruction
     return at.opcode, at.attribute("channel_id"), *at.arrays
 
 
 def _numbered(run: Sequence[Executed], grid: Grid) -> list[int]:
-    """Returns the position in the mesh of each chip, by the number that the program gives it.
-
-    A program for several slices usually numbers the chips of one slice, in mesh order; the first slice then stands for
-    all. If it names more chips than a slice has, it numbers those of all slices.
-
-    Raises:
-      UserError: the program numbers more chips than the mesh has.
-    """
+    """Returns the chips that the program numbers: those of the first slice, unless it has larger numbers."""
     first = [chip for chip, slice_ in enumerate(grid.slices) if slice_ == grid.slices[0]]
     by_collective = (replica_groups.device_groups(e.instruction, 1) for e in run if _is_collective(e))
     largest = _largest_in_mesh(itertools.chain.from_iterable(by_collective), grid)
@@ -266,7 +230,6 @@ _DCN_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
 def _between_slices(at: Instruction) -> str | None:
-    """Returns the kind of collective between slices that a send belongs to, such as `ALL_REDUCE`; None if to none."""
     return at.attribute(_TRANSFER)
 
 
@@ -306,7 +269,6 @@ def _dcn_collective(executed: Executed, grid: Grid) -> Collective:
 
 
 def _across_slices(grid: Grid) -> list[tuple[int, ...]]:
-    """Returns the groups of chips at the same position of every slice."""
     by_slice: dict[int, list[int]] = {}
     for chip, slice_ in enumerate(grid.slices):
         by_slice.setdefault(slice_, []).append(chip)
@@ -318,7 +280,6 @@ def _waits_for(computation: Computation, done: Instruction, rendezvous: str | No
 
 
 def _source(computation: Computation, at: Instruction) -> str:
-    """Returns the op_name of an instruction or, if it has none, of the nearest first operand with one; else ""."""
     while not at.op_name and at.operands and at.operands[0] in computation:
         at = computation[at.operands[0]]
     return at.op_name
@@ -363,7 +324,6 @@ def varying_axes(groups: Sequence[Sequence[int]], grid: Grid) -> tuple[str, ...]
 
 
 def _largest_in_mesh(groups: Iterable[Sequence[int]], grid: Grid) -> int:
-    """Returns the largest number in the groups; 0 without any. Raises UserError if the mesh has no such chip."""
     largest, devices = max(itertools.chain.from_iterable(groups), default=0), math.prod(grid.shape.values())
     if largest >= devices:
         raise UserError(

@@ -1,11 +1,7 @@
 """The compiled programs of generation: one runs a chunk of the prompts, one adds several tokens to every row.
 
-All rows fill the same slots: prompts end in the same slot, and shorter ones begin with empty slots (`padding`). An
-entry of the cache is then written for all rows at once.
-
-Parameters are held layer by layer, and the programs have no loop over layers: a loop would copy the weights of each
-layer out of the stacked array before it multiplies with them. Parameters stay stacked if the model has no cache, or if
-it is large and the strategy's table shards its layers. Without a cache, a loop runs the layers.
+Prompts end in the same slot of the cache; shorter ones begin with empty slots (`padding`). Most stacked parameters are
+held as one array per layer, which a loop over layers would first copy out of the stack.
 
 B rows, S slots of the cache, C slots of a chunk, V vocabulary.
 """
@@ -34,11 +30,10 @@ class State(NamedTuple):
     """The state of all rows between two calls.
 
     Attributes:
-      cache: the model's cache.
-      logits: logits of the next token, [B, V].
-      slot: number of the next slot to fill, [].
+      logits: of the next token, [B, V].
+      slot: the next slot to fill, [].
       padding: number of empty slots before each row, [B].
-      ended: whether each row has ended, [B].
+      ended: [B], bool.
     """
 
     cache: Any
@@ -55,9 +50,9 @@ class Drawn(NamedTuple):
     """The ids that a call drew; all fields have the same shape.
 
     Attributes:
-      ids: [N, B], N tokens of each row (`Decoder.most_tokens`); [B] from `next_ids`.
-      log_probabilities: log-probability of each id.
-      fate: NEW for an id that was added, STOP for a stop id that ended the row, NONE if there is no id.
+      ids: [N, B] from `decode`, for N tokens of each row; [B] from `next_ids`.
+      log_probabilities: at temperature 1.
+      fate: NEW for an id that was added, STOP for a stop id, NONE if there is no id.
     """
 
     ids: jax.Array
@@ -66,18 +61,17 @@ class Drawn(NamedTuple):
 
 
 class Decoder:
-    """The programs of one model and layout; compiled once for each shape.
+    """Compiled programs of one model and layout.
 
     Attributes:
-      model: the model if generation extends its cache, otherwise `Recomputing` around it.
-      fixed_length: the number of slots that a cache must have; None: any.
-      most_tokens: the largest number of tokens that a call of `decode` adds to a row.
+      model: the model, or `Recomputing` around it.
+      fixed_length: number of slots that a cache must have; None: any.
+      most_tokens: largest number of tokens that a call of `decode` adds to a row.
     """
 
     most_tokens = STEPS
 
     def __init__(self, program: Program):
-        """Takes model and layout of the program; its optimizer is not used."""
         self._program = program
         outer = extends_cache(program.model)
         self.model: Any = program.model if outer else Recomputing(program)
@@ -117,9 +111,9 @@ class Decoder:
         return jax.tree.map(of_each, self._apart, self._layouts, self._program.abstract_state.params)
 
     def laid_out(self, params: Params) -> Params:
-        """Returns the parameters in the dtypes of `dtypes`; those of small models are copied to every chip.
+        """Returns the parameters for generation, cast to `dtypes` and sharded as `layouts`.
 
-        Stacked parameters become tuples of one array per layer, but for the exceptions in the module's docstring.
+        A stacked parameter may become a tuple of one array per layer.
         """
         with self.tracing():
             return self._laid_out(params)
@@ -132,11 +126,11 @@ class Decoder:
         return jax.tree.map(cast, dtypes(self._program), params, self._apart)
 
     def _stacked(self, params: Params) -> Params:
-        """Returns the parameters as the model takes them; the compiler removes the stacks that are only indexed."""
+        """Stacks the layers again; the compiler removes stacks that are only indexed."""
         return jax.tree.map(lambda apart, a: jnp.stack(a) if apart else a, self._apart, params)
 
     def empty_cache(self, rows: int, slots: int) -> Any:
-        """Returns an empty cache with `slots` slots for each of `rows` rows."""
+        """Returns an empty cache of B rows and S slots."""
         with self.tracing():
             return self._empty_cache(rows, slots)
 
@@ -147,50 +141,44 @@ class Decoder:
     def prefill(
         self, params: Params, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array, *inserted: Any
     ) -> tuple[jax.Array, Any]:
-        """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
+        """Runs a chunk of the prompts; the cache is donated.
+
+        Returns the logits after it, [B, V], and the cache.
 
         Args:
           params: from `laid_out`.
-          cache: the cache before the chunk.
-          ids: [B, C] int32: the ids of the chunk.
-          start: scalar: the slot of its first id.
-          padding: [B]: the number of empty slots at the left of each row.
-          *inserted: nothing, or one pair: vectors [B, C, D], and booleans [B, C] that are true where a vector takes the
-            place of an embedded id.
+          ids: [B, C], int32.
+          start: slot of the first id, [].
+          padding: number of empty slots before each row, [B].
+          *inserted: nothing, or one pair: vectors [B, C, D], and booleans [B, C], true where a vector replaces an
+            embedded id.
         """
         with self.tracing():
             return self._prefill(params, cache, ids, start, padding, *inserted)
 
     def abstract(self, rows: int, slots: int) -> tuple[Params, Any]:
-        """Returns shapes and shardings of the parameters that `laid_out` returns, and of a cache.
-
-        Args:
-          rows: B.
-          slots: S.
-        """
+        """Returns shapes and shardings of the result of `laid_out`, and of a cache."""
         with self.tracing():
             params = jax.eval_shape(self._cast, self._program.abstract_state.params)
             empty = functools.partial(self.model.empty_cache, rows, slots)
             return _sharded(params, self.layouts), _sharded(jax.eval_shape(empty), _layouts(jax.jit(empty).lower()))
 
     def lower_prefill(self, params: Params, cache: Any, *, rows: int, chunk: int) -> Any:
-        """Lowers the prefill program for one chunk of the prompts, from shapes alone; the devices need not exist.
+        """Lowers the program for one chunk of the prompts, from shapes alone.
 
         Args:
-          params, cache: shapes and shardings, from `abstract`.
-          rows: B.
-          chunk: number of ids per row.
+          params, cache: from `abstract`.
+          rows, chunk: B and C.
         """
         with self.tracing():
             return self._prefill.lower(params, cache, *self._integers((rows, chunk), (), (rows,)))
 
     def lower_decode(self, params: Params, cache: Any, *, rows: int, vocab_size: int) -> Any:
-        """Lowers the program that adds greedy tokens, from shapes alone; the devices need not exist.
+        """Lowers the program that adds greedy tokens, from shapes alone.
 
         Args:
-          params, cache: shapes and shardings, from `abstract`.
-          rows: B.
-          vocab_size: V, the last dimension of the model's logits.
+          params, cache: from `abstract`.
+          rows, vocab_size: B and V.
         """
         shapes: Any = self._integers((), (rows,), (rows,), ())
         slot, padding, numbers, count = shapes
@@ -212,15 +200,14 @@ class Decoder:
         return self.model.extend(self._stacked(params), cache, ids, start, padding, *inserted)
 
     def decode(self, params: Params, state: State, key: jax.Array, rows: jax.Array, count: jax.Array, **static: Any):
-        """Adds up to `count` tokens to every row, fewer if it ends; the state is donated.
+        """Adds up to `count` tokens to every row; the state is donated.
 
         Args:
           params: from `laid_out`.
-          state: from the last call, or the state after the prompts.
-          key: random key.
-          rows: number of each row, [B]; with `key` and the position it makes the random key of a draw.
-          count: number of tokens, at most STEPS, [].
-          **static: `sampling`, `stop_ids` and `num_ids`, see `parallel.generation.generating.Generator.generate`.
+          state: from the last call, or after the prompts.
+          rows: number of each row, [B], part of the random key of its draws.
+          count: at most STEPS, [].
+          **static: `sampling`, `stop_ids` and `num_ids` of `next_ids`.
 
         Returns:
           `(State, Drawn)`.
@@ -259,7 +246,7 @@ class Decoder:
 
 
 def extends_cache(model: Any) -> bool:
-    """Returns whether generation uses the model's own cache, instead of running all ids again for each token."""
+    """Returns whether generation uses the model's own cache."""
     return can(model, ExtendsCache) and not wrappers.is_outside(model, "logits", "extend")
 
 
@@ -272,18 +259,11 @@ def next_ids(
     stop_ids: tuple[int, ...],
     num_ids: int | None,
 ) -> tuple[Drawn, jax.Array]:
-    """Draws the next id of every row.
+    """Draws the next id of every row; also returns whether each row has ended, [B].
 
     Args:
-      state: the rows, with the logits of the next id.
-      key: random key.
-      rows: number of each row, [B]; with `key` and the position it makes the random key of a draw.
-      sampling: how ids are drawn from the logits.
-      stop_ids: ids that end a row.
+      rows: number of each row, [B], part of the random key of its draws.
       num_ids: only ids below this are drawn; None: all.
-
-    Returns:
-      What was drawn, and for each row whether it ended, now or before, [B].
     """
     possible = state.logits
     if num_ids is not None:
@@ -299,8 +279,8 @@ def next_ids(
 def dtypes(program: Program) -> Params:
     """Returns the dtype of each parameter in generation.
 
-    For matrices and embeddings it is the dtype that the model computes in (float32 if it has no choice of one); for
-    others, the stored dtype.
+    Matrices and embeddings have the dtype that the model computes in (float32 without `ChoosesDtype`), others the
+    stored one.
     """
     computed = program.model.dtype if can(program.model, ChoosesDtype) else "float32"
     return jax.tree.map(
@@ -319,30 +299,27 @@ def _layouts(lowered: Any) -> Any:
 
 
 class Recomputing:
-    """Gives the methods `empty_cache` and `extend` to a model without a KV cache.
-
-    Here the cache consists of ids, and each call runs the model on all of them.
-    """
+    """A model without a KV cache, with `empty_cache` and `extend`: each call runs it on all ids."""
 
     def __init__(self, program: Program):
         self._program = program
 
     def empty_cache(self, rows: int, length: int) -> jax.Array:
-        """Returns a cache of `rows` rows with `length` empty slots: ids, [B, S], int32."""
+        """Returns empty slots for ids, [B, S], int32."""
         return jnp.zeros((rows, length), jnp.int32)
 
     def extend(
         self, params: Params, cache: jax.Array, ids: jax.Array, start: jax.Array, padding: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Adds ids to the cache and runs all of its ids; returns the logits after the last, [B, V], and the cache.
+        """Adds ids to the cache and runs all of its ids.
 
-        Empty slots are moved behind the ids of a row, so that a causal model is not affected by them.
+        Returns the logits after the last, [B, V], and the cache. Empty slots are moved behind the ids of a row: they
+        then do not affect a causal model.
 
         Args:
-          params: the model's parameters.
           cache: ids, [B, S].
           ids: the new ids, [B, C].
-          start: the slot of the first new id, [].
+          start: slot of the first new id, [].
           padding: number of empty slots before each row, [B].
         """
         cache = jax.lax.dynamic_update_slice_in_dim(cache, ids, start, axis=1)
@@ -356,7 +333,7 @@ class Recomputing:
 def text_batch(spec: BatchSpec, ids: jax.Array) -> Mapping[str, jax.Array]:
     """Returns a batch of text with the inputs `ids`, [B, T], one segment per row and weights of 1.
 
-    Targets and the other fields of `spec`, such as images, are 0.
+    Other fields of `spec` are 0.
     """
     shapes = batch_shapes(spec, rows=ids.shape[0])
     others = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}

@@ -1,8 +1,6 @@
-"""Continues prompts with a model: prefill in chunks, then tokens for all rows at a time, from a cache.
+"""Continues prompts with a model: prefill in chunks, then tokens for all rows at a time.
 
-Rows may have prompts of different lengths and end independently. The random key of a draw depends on seed, row and
-position alone, not on the layout, the other rows, or the chunks. There is no pipeline: under a strategy with one, every
-chip runs all layers.
+Under a strategy with a pipeline, every chip runs all layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +31,8 @@ class Continuation(NamedTuple):
     """The continuation of a prompt.
 
     Attributes:
-      ids: the new ids, without the stop id that ended it.
-      log_probabilities: log-probability of each id, by the model itself (at temperature 1, over all tokens).
-      ended: whether a stop id ended it.
+      ids: the new ids, without the stop id.
+      log_probabilities: at temperature 1.
     """
 
     ids: list[int]
@@ -44,11 +41,11 @@ class Continuation(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """N vectors that take the place of embedded ids in a prompt, such as those of an image.
+    """Vectors that replace embedded ids in a prompt, such as those of an image.
 
     Attributes:
-      places: [N], int, their positions in the prompt.
-      values: [N, D], for a model of width D.
+      places: [N], int, positions in the prompt.
+      values: [N, D].
     """
 
     places: np.ndarray
@@ -56,15 +53,10 @@ class Vectors(NamedTuple):
 
 
 class Generator:
-    """Continues prompts with a model; its programs are compiled once for each shape."""
+    """Continues prompts with a model."""
 
     def __init__(self, program: Program, params: Params):
-        """Lays out the parameters for generation.
-
-        Args:
-          program: model and layout; its optimizer is not used.
-          params: laid out as `program.abstract_state.params`.
-        """
+        """Takes parameters laid out as `program.abstract_state.params`."""
         self._program = program
         self._decoder = LayerwiseDecoder(program) if layerwise.suits(program) else Decoder(program)
         self.update(params)
@@ -72,7 +64,7 @@ class Generator:
         self._steps = max(1, min(self._decoder.most_tokens, _BYTES_PER_CALL // size))
 
     def update(self, params: Params | None) -> None:
-        """Replaces the parameters by others of the same layout; None only frees the memory of the last ones."""
+        """Replaces the parameters by others of the same layout; None only drops the last ones."""
         self._params: Any = None if params is None else self._decoder.laid_out(params)
 
     def generate(
@@ -92,24 +84,16 @@ class Generator:
         """Continues every prompt; the result is the same on all hosts.
 
         Args:
-          prompts: ids of each prompt, at least one.
-          max_tokens: largest number of new ids per row.
-          sampling: how tokens are drawn.
-          seed: seed of the draws.
-          first_row: number of the first prompt, on which the random keys of its draws depend; the next prompts have the
-            next numbers. Calls with different numbers draw independently.
-          stop_ids: ids that end a row.
-          num_ids: size of the vocabulary; a model may have larger ids, which are never drawn. None: all may be drawn.
-          slots: least number of slots of the cache, so that calls of different lengths share programs; None: as many as
-            needed. Not used for a model without a cache.
-          vectors: for each prompt, what takes the place of embedded ids, or None; empty: nothing in any prompt. The
-            model's `extend` must take them.
-          on_tokens: called for each position with the new id of every row, None for rows that have ended. If it returns
-            True, only the tokens that are already being generated follow.
+          first_row: number of the first prompt, on which its draws depend; the next prompts count on from it.
+          num_ids: only ids below this are drawn; None: all.
+          slots: least number of slots of the cache; None: as many as needed.
+          vectors: for each prompt, what replaces embedded ids, or None; empty: nothing. The model's `extend` must take
+            them.
+          on_tokens: gets the new id of every row, position by position, None where a row has ended; True ends
+            generation soon.
 
         Raises:
-          UserError: there is no prompt, a prompt is empty or has an id that the model does not have, or a prompt with
-            its new ids needs more positions than the model has.
+          UserError: the model cannot continue a prompt.
         """
         self.check(prompts, max_tokens=max_tokens)
         static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
@@ -128,12 +112,12 @@ class Generator:
         return found
 
     def check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-        """Raises UserError if the model cannot continue the prompts with `max_tokens` ids; see `check_prompts`."""
+        """Checks the prompts as `check_prompts` does."""
         check_prompts(self._program, prompts, max_tokens=max_tokens)
 
     @property
     def max_positions(self) -> int | None:
-        """The largest number of positions of a prompt and its continuation; None: no limit."""
+        """The most positions of a prompt and its continuation; None: no limit."""
         return max_positions(self._program)
 
     def _after_prompts(
@@ -144,7 +128,6 @@ class Generator:
         slots: int | None = None,
         vectors: Sequence[Vectors | None] = (),
     ) -> State:
-        """Processes the prompts in chunks, padded at their beginnings to one length; returns the state after them."""
         rows = self._program.partitioner.row_shards
         rows *= -(-len(prompts) // rows)
         padded = [*prompts, *([prompts[0]] * (rows - len(prompts)))]
@@ -169,10 +152,6 @@ class Generator:
 def _inserted(
     vectors: Sequence[Vectors | None], padding: np.ndarray, start: int, chunk: int
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Returns the arguments by which `extend` gets the vectors of a chunk; () if no prompt has any.
-
-    It is one pair: vectors [B, C, D], and booleans [B, C], true where a vector takes the place of an embedded id.
-    """
     if not (width := next((one.values.shape[1] for one in vectors if one is not None), 0)):
         return ()
     values, places = np.zeros((len(padding), chunk, width), np.float32), np.zeros((len(padding), chunk), bool)
@@ -185,7 +164,7 @@ def _inserted(
 
 
 def _laid_out(rows: jax.sharding.Sharding, *arrays: np.ndarray | np.int32) -> list[jax.Array]:
-    """Shards arrays [B] and scalars as `decode` returns them, so that its first and second call share a program."""
+    """Shards arrays as `decode` returns them; otherwise its second call would compile again."""
     if not isinstance(rows, NamedSharding):
         return [jnp.asarray(array) for array in arrays]
     axes = rows.spec[:1]
@@ -197,7 +176,7 @@ def _laid_out(rows: jax.sharding.Sharding, *arrays: np.ndarray | np.int32) -> li
 
 
 def max_positions(program: Program) -> int | None:
-    """Returns the largest number of positions of a prompt and its continuation; None: no limit."""
+    """Returns the most positions of a prompt and its continuation; None: no limit."""
     if not decoding.extends_cache(program.model):
         return row_length(program.spec)
     return program.model.max_positions if can(program.model, LimitsPositions) else None
@@ -207,8 +186,7 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
     """Checks that a model can continue the prompts by `max_tokens` ids, without running it.
 
     Raises:
-      UserError: there is no prompt, a prompt is empty or has an id that the model does not have, or a prompt with its
-        new ids needs more positions than the model has.
+      UserError: there is no prompt, or one is empty, too long, or has an unknown id.
     """
     if not prompts:
         raise UserError("generation needs prompts of at least one id each")
@@ -229,7 +207,6 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
 
 
 def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[int | None]], bool | None]) -> bool:
-    """Adds the results of a call to the continuations; returns whether no further call is needed."""
     is_enough = False
     for ids, log_p, fate in zip(*map(np.asarray, jax.device_get(drawn)), strict=True):
         if all(fate[: len(found)] == NONE):

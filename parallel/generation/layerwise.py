@@ -1,9 +1,4 @@
-"""Generation on one CPU: the layers run in several calls, and calls of equal layers share one compiled program.
-
-One program of all layers of a large model takes long to compile on a CPU, compared with a short answer. Here each token
-takes a call before the layers, one for every few layers, and one after them. A call has so many layers that their
-weights take longer to read than the call costs.
-"""
+"""Generation on one CPU: the layers run in several calls, and calls of equal layers share one compiled program."""
 
 import contextlib
 import functools
@@ -27,9 +22,8 @@ class Held(NamedTuple):
     """Parameters for generation, in trees with the structure of the model's parameters.
 
     Attributes:
-      layers: one tree for each call: in place of a stacked parameter a tuple of one array per layer of the call; None
-        for other parameters.
-      others: the parameters that belong to no layer; None for those of layers.
+      layers: one tree for each call: tuples of the arrays of its layers; None elsewhere.
+      others: parameters that belong to no layer; None elsewhere.
     """
 
     layers: tuple[Params, ...]
@@ -37,19 +31,18 @@ class Held(NamedTuple):
 
 
 class LayerwiseDecoder:
-    """The programs of one model on one CPU, with the methods that `Decoder` has for generation.
+    """Compiled programs of one model on one CPU, with the interface of `Decoder`.
 
     Attributes:
-      model: the model, which implements ExtendsCache and ExtendsLayers.
-      fixed_length: None, because a cache may have any number of slots.
-      most_tokens: the number of tokens that a call of `decode` adds to a row.
+      model: implements ExtendsCache and ExtendsLayers.
+      fixed_length: None: a cache may have any number of slots.
+      most_tokens: number of tokens that a call of `decode` adds to a row.
     """
 
     fixed_length = None
     most_tokens = 1
 
     def __init__(self, program: Program):
-        """Takes model and layout of a program for which `suits` is true."""
         self.model: Any
         self.model = program.model
         self._program = program
@@ -67,7 +60,7 @@ class LayerwiseDecoder:
             yield
 
     def laid_out(self, params: Params) -> Held:
-        """Returns the parameters in the dtypes of `decoding.dtypes`, with the layers separated."""
+        """Returns the parameters in the dtypes of `decoding.dtypes`, separated by layer."""
         dtypes = decoding.dtypes(self._program)
 
         def of_call(first: int, last: int) -> Params:
@@ -89,23 +82,17 @@ class LayerwiseDecoder:
             return Held(tuple(of_call(first, last) for first, last in self._calls), others)
 
     def empty_cache(self, rows: int, slots: int) -> Any:
-        """Returns an empty cache with `slots` slots for each of `rows` rows."""
+        """Returns an empty cache of B rows and S slots."""
         with self.tracing():
             return self.model.empty_cache(rows, slots)
 
     def prefill(
         self, params: Held, cache: Any, ids: jax.Array, start: jax.Array, padding: jax.Array, *inserted: Any
     ) -> tuple[jax.Array, Any]:
-        """Runs a chunk of the prompts; the cache is donated. Returns the logits after it [B, V], and the cache.
+        """Runs a chunk of the prompts; the cache is donated.
 
         Args:
-          params: from `laid_out`.
-          cache: the cache before the chunk.
-          ids: [B, T] int32: the ids of the chunk.
-          start: scalar: the slot of its first id.
-          padding: [B]: the number of empty slots at the left of each row.
-          *inserted: nothing, or one pair: vectors [B, T, D], and booleans [B, T] that are true where a vector takes the
-            place of an embedded id.
+          params: from `laid_out`; others as in `Decoder.prefill`.
         """
         with self.tracing():
             before = self._before(params.others, cache[self.model.num_layers :], ids, start, padding, *inserted)
@@ -114,12 +101,11 @@ class LayerwiseDecoder:
     def decode(
         self, params: Held, state: State, key: jax.Array, rows: jax.Array, count: jax.Array, **static: Any
     ) -> tuple[State, Drawn]:
-        """Draws one token for every row; the state is donated. Returns the new state and what was drawn.
+        """Draws one token for every row; the cache is donated.
 
         Args:
-          params: from `laid_out`.
-          state, key, rows, **static: as in `Decoder.decode`.
-          count: not used; one token is drawn.
+          params: from `laid_out`; others as in `Decoder.decode`.
+          count: not used.
         """
         del count
         others = state.cache[self.model.num_layers :]
@@ -155,7 +141,7 @@ class LayerwiseDecoder:
 
 
 def suits(program: Program) -> bool:
-    """Returns whether layers should run in several calls: on one CPU device, if the model allows it and is large."""
+    """Returns whether to use `LayerwiseDecoder`, which runs on a single CPU device."""
     devices, model = program.partitioner.mesh.devices.flat, program.model
     if len(devices) > 1 or devices[0].platform != "cpu" or not (can(model, ExtendsCache) and can(model, ExtendsLayers)):
         return False
@@ -166,11 +152,7 @@ def suits(program: Program) -> bool:
 
 
 def _calls(program: Program) -> list[tuple[int, int]]:
-    """Returns for each call the number of its first layer, and that of its last layer plus 1.
-
-    Layers with parameters of their own at the beginning of a stack (`core.stack.First`) and those that repeat are in
-    different calls. All calls of either kind, except the last, have equally many layers.
-    """
+    """Returns the first layer of each call, and its last layer plus 1."""
     model: Any = program.model
     specs, shapes = map(jax.tree.leaves, (program.param_specs, program.abstract_state.params))
     stacked = [pair for pair in zip(specs, shapes, strict=True) if logical.is_stacked(pair[0].axes)]
@@ -191,7 +173,7 @@ def _calls(program: Program) -> list[tuple[int, int]]:
 
 
 def _range(spec: Any, model: Any) -> tuple[int, int]:
-    """Returns the number of the first layer that a stacked parameter is of, and of the last plus 1; else (0, 0)."""
+    """Returns the first layer of a stacked parameter, and its last plus 1; else (0, 0)."""
     if not logical.is_stacked(spec.axes):
         return 0, 0
     first = model.num_first_layers

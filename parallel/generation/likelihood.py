@@ -2,9 +2,6 @@
 
     log p(continuation | context) = sum over t of log softmax(logits[t])[id[t + 1]], t + 1 in the continuation
 
-Rows are sorted by length and padded at their ends to few lengths, so that few programs are compiled. There is no
-pipeline: under a strategy with one, every chip runs all layers.
-
 B rows, T positions, V vocabulary.
 """
 
@@ -31,30 +28,21 @@ _LOGITS_BYTES = 2**28  # per shard of rows
 
 
 class Likelihood(NamedTuple):
-    """The likelihood of a continuation.
-
-    Attributes:
-      log_likelihood: sum of the log-probabilities of its ids, in nats.
-      is_greedy: whether each of its ids is the most likely one after those before it.
-    """
+    """The log-likelihood of a continuation, in nats, and whether each id is the most likely one."""
 
     log_likelihood: float
     is_greedy: bool
 
 
 class Scorer:
-    """Computes log-likelihoods with a model; its program is compiled once for each shape (padded length and rows).
+    """Computes log-likelihoods with a model.
 
     Attributes:
-      max_length: the largest number of positions of a row: all ids of a pair but the last.
+      max_length: largest number of positions of a row: all ids of a pair but the last.
     """
 
     def __init__(self, program: Program, params: Params):
-        """Takes a model with its parameters, and checks that it computes logits.
-
-        Args:
-          program: model and layout; its optimizer is not used.
-          params: laid out as `program.abstract_state.params`.
+        """Takes parameters laid out as `program.abstract_state.params`.
 
         Raises:
           UserError: the model computes no logits.
@@ -72,16 +60,16 @@ class Scorer:
         self._sums = jax.jit(self._scored_sums, out_shardings=everywhere)
 
     def update(self, params: Params | None) -> None:
-        """Takes other parameters of the same layout; None frees the memory of the last ones."""
+        """Replaces the parameters by others of the same layout; None only drops the last ones."""
         self._params = params
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Returns the likelihood of each continuation; a pair has the ids of a context and of its continuation.
+        """Returns the likelihood of each continuation.
 
         If a pair has more than `max_length` positions, the beginning of its context is left out.
 
         Raises:
-          UserError: a context is empty, or a continuation is empty or has more than `max_length` ids.
+          UserError: a context or continuation is empty, or a continuation has more than `max_length` ids.
         """
         for number, (context, continuation) in enumerate(pairs, 1):
             if not context or not 1 <= len(continuation) <= self.max_length:
@@ -106,7 +94,6 @@ class Scorer:
         return self._program.partitioner.row_shards
 
     def _length(self, pair: Pair) -> int:
-        """Returns the number of positions that a row is padded to."""
         if self._fixed:
             return self._fixed
         needed = min(len(pair[0]) + len(pair[1]) - 1, self.max_length)
@@ -116,7 +103,6 @@ class Scorer:
         return length
 
     def _rows(self, length: int) -> int:
-        """Returns the rows of a batch: per shard of rows, the largest power of two that _LOGITS_BYTES allows, or 1."""
         size = self._model.vocab_size if can(self._model, HasVocabulary) else 1
         most = max(1, _LOGITS_BYTES // (4 * length * size))
         return self._row_shards * 2 ** (most.bit_length() - 1)
@@ -134,13 +120,7 @@ class Scorer:
     def _scored_sums(
         self, params: Params, ids: jax.Array, begin: jax.Array, end: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the sum of log-probabilities of the scored ids, and whether all are the most likely ones, [B] each.
-
-        Args:
-          params: the parameters.
-          ids: [B, T + 1].
-          begin, end: [B]; positions from `begin` to `end` - 1 are scored, each on predicting the next id.
-        """
+        """Returns log-likelihoods and whether all ids are greedy, [B]; positions `begin` to `end` - 1 are scored."""
         targets, positions = ids[:, 1:], jnp.arange(ids.shape[1] - 1)
         logits = self._model.logits(params, text_batch(self._program.spec, ids[:, :-1])).astype(jnp.float32)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=2)[..., 0]  # [B, T]
@@ -151,14 +131,13 @@ class Scorer:
 
 
 def windows(ids: Sequence[int], *, prefix: int, length: int) -> list[Pair]:
-    """Splits a text into continuations with as much context as fits, so that each id is scored once.
+    """Splits a text into continuations with as much context as fits; each id is scored once.
 
     The ids 0 … 9 with length 4 give (prefix | 0 1 2 3), (3 | 4 5 6 7) and (5 6 7 | 8 9).
 
     Args:
-      ids: the text.
       prefix: the id before the first one.
-      length: the largest number of positions of a row: all ids of a pair but the last.
+      length: largest number of positions of a row.
     """
     whole = [prefix, *ids]
     found: list[Pair] = []

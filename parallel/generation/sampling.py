@@ -1,4 +1,4 @@
-"""Draws tokens from logits with a temperature, and if wanted only from the most likely ones.
+"""Draws tokens from logits.
 
 B rows, V vocabulary.
 """
@@ -15,7 +15,7 @@ class Sampling(NamedTuple):
     """How tokens are drawn.
 
     Attributes:
-      temperature: divides the logits; 0 takes the most likely token, whatever the other values are.
+      temperature: divides the logits; 0 takes the most likely token.
       top_k: draws from this many of the most likely tokens; 0: from all.
       top_p: of these, draws from the most likely ones that together reach this probability (Holtzman et al. 2020); 1:
         from all.
@@ -33,16 +33,11 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Array, sampling: Sampling) -> jax.Array:
-    """Draws a token for each row.
+    """Draws a token for each row; returns ids [B], int32.
 
     Args:
       logits: [B, V], float32.
-      key: random key.
-      rows, positions: [B], int32: two numbers for each row that, with `key`, make the random key of its draw.
-      sampling: how to draw.
-
-    Returns:
-      Ids [B], int32.
+      rows, positions: [B], int32, folded into the key of each row's draw.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -52,7 +47,7 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, positions: jax.Arra
 
 
 def kept(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns logits [B, V] with MASKED in place of those of tokens that `sampling` excludes; the largest is kept."""
+    """Returns logits [B, V] with MASKED in place of those that `sampling` excludes."""
     if sampling.top_k:
         ordered = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[1]))[0]  # [B, top_k]
         least = ordered[:, -1]

@@ -1,19 +1,13 @@
 """Splits the backward pass of a layer: the gradient of its input first, the gradients of its matrices later.
 
-The previous stage waits for the gradient of a layer's input, but no stage waits for the gradients of its matrices (its
-parameters with more than one dimension). A zero-bubble schedule therefore computes the latter at a later tick, from
-values that wait until then:
+A zero-bubble schedule computes the gradients of matrices (parameters with more than one dimension) at a later tick:
 
     first     weights, saved values, side, dy          ->  dx, gradients of vectors, values that wait
     second    weights, saved values, side, these       ->  gradients of matrices
 
-The trace of the backward pass shows which operation needs which. An operation belongs to the second part if only
-gradients of matrices need it, except for costly operations (such as products, loops and kernels) of the recomputed
-forward pass.
-If the second part reads values of the first part that follow from its other inputs without costly operations, it
-computes them again. The others wait: in a decoder the gradients of the outputs of products, and the outputs of products
-that `remat` does not save. Gradients of vectors belong to the first part, because they are cheap sums over positions,
-and what they add up would take much memory.
+An operation belongs to the second part if only gradients of matrices need it, except for costly operations (such as
+products, loops and kernels) of the recomputed forward pass. If the second part reads values of the first that follow
+from its other inputs without costly operations, it computes them again. The others wait.
 """
 
 import itertools
@@ -36,12 +30,9 @@ class Split(NamedTuple):
     """The backward pass of a layer of one kind, as operations on the leaves of `(layer, slots, side), dy`.
 
     Attributes:
-      constants: values of the trace's constants, by variable.
-      inputs: variables of the leaves.
-      first, second: operations of the two parts, in order.
-      dw, dx: variables of the results: gradients of the trained parameters, and of the layer's input.
-      is_matrix: for each trained parameter, whether it is a matrix, whose gradient the second part computes.
-      waiting: variables of the values that wait.
+      first, second: operations of the two parts.
+      dw, dx: variables of the gradients.
+      is_matrix: which of `dw` the second part computes.
     """
 
     constants: Mapping[Var, Any]
@@ -58,10 +49,8 @@ class Deferred(NamedTuple):
     """The backward passes of layers of all kinds.
 
     Attributes:
-      layers: what layers save.
-      splits: the two parts, by kind.
-      shapes: shapes of the values that wait, one for each slot (`residuals`); kinds share slots.
-      slots: for each kind, the index of the slot of each value that waits.
+      shapes: of the values that wait, by slot; kinds share slots.
+      slots: for each kind, the slot of each value that waits.
     """
 
     layers: Residuals
@@ -70,17 +59,12 @@ class Deferred(NamedTuple):
     slots: Mapping[Kind, list[int]]
 
     def first(self, kind: Kind, layer: Layer, saved: Slots, side: Side, dy: Any) -> tuple[list, Any, Slots]:
-        """Computes the first part of the backward pass of a layer: all but the gradients of matrices.
+        """Returns gradients of trained parameters (None for matrices) and of the input, and the values that wait.
 
         Args:
-          kind: the kind of the layer.
-          layer, side: as in its forward pass.
-          saved: what its forward pass saved, by slot.
-          dy: gradients of its output and of its summed outputs.
-
-        Returns:
-          Gradients of trained parameters, with None for matrices; the gradient of the input; the values that wait for
-          `second`, by slot.
+          kind, layer, side: as in the forward pass.
+          saved: what the forward pass saved, by slot.
+          dy: gradients of the output and of the summed outputs.
         """
         split = self.splits[kind]
         env = _run(split.first, _given(split, (layer, saved, side), dy))
@@ -92,7 +76,7 @@ class Deferred(NamedTuple):
         return dw, dx, tuple(waiting)
 
     def second(self, kind: Kind, layer: Layer, saved: Slots, side: Side, waiting: Slots) -> list:
-        """Computes the second part of the backward pass: the gradients of matrices; the list has None for vectors.
+        """Returns the gradients of matrices, and None for vectors.
 
         Args:
           kind, layer, saved, side: as in `first`.
@@ -106,12 +90,7 @@ class Deferred(NamedTuple):
 
 
 def of_layers(layers: Residuals, layer: Layer, side: Side) -> Deferred:
-    """Splits the backward pass of layers of every kind, and finds slots for the values that wait between both parts.
-
-    Args:
-      layers: describes what layers save for the backward pass.
-      layer, side: one layer and its side inputs, as arrays or as shapes.
-    """
+    """Splits the backward pass of layers of every kind."""
     splits = {kind: _split(layers, kind, layer, side) for kind in dict.fromkeys(layers.fn.kinds)}
     shapes: list[Any] = []
     slots = {kind: residuals.share(shapes, [v.aval for v in split.waiting]) for kind, split in splits.items()}
@@ -159,14 +138,7 @@ def _split(layers: Residuals, kind: Kind, layer: Layer, side: Side) -> Split:
 def _cut(
     jaxpr: Jaxpr, first: set[int], later: Sequence[int], results: Iterable[Any], given: int
 ) -> tuple[set[int], list[Var]]:
-    """Returns the indices of the operations of the first part that the second repeats, and the variables that wait.
-
-    Args:
-      jaxpr: the whole pass.
-      first, later: indices of the operations of the first part, and of those that only the second needs.
-      results: results of the second part.
-      given: number of leading inputs that both parts have.
-    """
+    """Returns the operations that the second part repeats, and the variables that wait."""
     maker: dict[Any, int] = {v: i for i, equation in enumerate(jaxpr.eqns) for v in equation.outvars}
     free = {*jaxpr.invars[:given], *jaxpr.constvars}
     waiting: dict[Any, None] = {}
@@ -184,10 +156,7 @@ def _cut(
 
 
 def _repeatable(jaxpr: Jaxpr, maker: Mapping[Any, int], v: Any, first: set[int], *, known: set[Any]) -> set[int] | None:
-    """Returns the indices of operations of the first part that compute `v` from known variables; None if `v` must wait.
-
-    It must wait if one of them is costly, or reads an input that the second part does not have.
-    """
+    """Returns operations of the first part that compute `v` from known variables; None if `v` must wait."""
     found: set[int] = set()
     open_ = [v]
     while open_:
@@ -211,7 +180,6 @@ def _is_costly(equation: JaxprEqn) -> bool:
 
 
 def _needed(jaxpr: Jaxpr, results: Iterable[Any]) -> set[int]:
-    """Returns the indices of the operations that these results need."""
     wanted = {v for v in results if not isinstance(v, Literal)}
     found = set()
     for i, equation in reversed(list(enumerate(jaxpr.eqns))):
@@ -222,7 +190,6 @@ def _needed(jaxpr: Jaxpr, results: Iterable[Any]) -> set[int]:
 
 
 def _following(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[int]:
-    """Returns the indices of the operations that depend on these inputs."""
     known: set[Any] = set(inputs)
     found = set()
     for i, equation in enumerate(jaxpr.eqns):
@@ -237,10 +204,6 @@ def _given(split: Split, given: tuple, dy: Any) -> dict[Var, Any]:
 
 
 def _run(equations: Iterable[JaxprEqn], env: dict[Var, Any], *, inline: bool = False) -> dict[Var, Any]:
-    """Runs operations; returns `env` with the values of their results.
-
-    With `inline`, an operation that consists of others (`_INLINED`) is run as these.
-    """
     env = dict(env)
     for equation in equations:
         values = [_read(env, v) for v in equation.invars]

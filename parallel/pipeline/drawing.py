@@ -8,7 +8,7 @@ from parallel.pipeline.schedules import Schedule, Work
 
 
 def text(schedule: Schedule, *, stages: int) -> str:
-    """Returns one line for each of `stages` stages, with one column per tick, and a last line about the schedule.
+    """Returns one line per stage, with one column per tick, and a line about the schedule.
 
     `3f` is microbatch 3 forward, `3f+1b` also microbatch 1 backward, `0w` the gradients of matrices for microbatch 0,
     and `..` a bubble. With repeats, `3f'1` is microbatch 3 in repeat 1, both counted from 0.

@@ -1,15 +1,15 @@
 """Runs all microbatches through all stages in one direction: the two passes of gpipe and circular.
 
 The backward pass is the forward pass with the stages in reverse order. A turn is the work of a stage on one microbatch
-in one repeat; turns are numbered in the order in which a stage runs them. The rank of a stage is its distance from the
-end where microbatches enter; at tick t it has turn t - rank:
+in one repeat. The rank of a stage is its distance from the end where microbatches enter; at tick t it has turn t -
+rank:
 
     rank 0:  0 1 2 3 . .      S = 3, M = 4: turn by tick; a dot is a bubble
     rank 1:  . 0 1 2 3 .
     rank 2:  . . 0 1 2 3
 
 Rank 0 reads its input from a queue with one place per microbatch. The last rank sends its results around the ring to
-rank 0, which stores them in the same places: as input of the next repeat, or as the result.
+rank 0, which stores them in the same places.
 """
 
 import functools
@@ -27,17 +27,8 @@ from parallel.pipeline.stage import STAGE, Stage, Traveling, Turn, put_if, take_
 def forward(schedule: Schedule, stage: Stage, ys: Traveling) -> tuple[Traveling, Any]:
     """Runs every microbatch through every layer.
 
-    Args:
-      schedule: gpipe or circular.
-      stage: the layers of this stage.
-      ys: the input of the first layer, [M, b, ...], and zeros for the sums, [M, ...].
-
-    Returns:
-      The output of the last layer with the sums, on every stage; and the values saved by this stage, as from
-      `stage.empty_saved` with M R places, or () if `stage.trained` is None.
-
-    Raises:
-      UserError: an entry of `layer_in`, or a summed output, belongs to rows.
+    `ys` is the input of the first layer, [M, b, ...], and zeros for the sums, [M, ...]. Returns the output of the last
+    layer and the sums, on every stage; and what this stage saves.
     """
 
     first = jax.tree.map(lambda a: a[0], ys.x)
@@ -52,15 +43,13 @@ def forward(schedule: Schedule, stage: Stage, ys: Traveling) -> tuple[Traveling,
 def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Traveling) -> tuple[Traveling, Any]:
     """Runs the gradient of every microbatch back through every layer.
 
+    Returns gradients of the input, [M, b, ...] on every stage, and of this stage's parameters, float32, k trees with
+    leaves [R, ...].
+
     Args:
       schedule: gpipe or circular.
-      stage: the layers of this stage.
       kept: saved by `forward`.
-      dys: gradients of the output of the last layer, [M, b, ...], and of the sums, [M, ...].
-
-    Returns:
-      Gradients of the input of the first layer, [M, b, ...] on every stage, and of this stage's parameters, float32,
-      k trees, leaves [R, ...].
+      dys: gradients of the output of the last layer, and of the sums.
     """
 
     def work(grads: Any, at: Turn, dy: Traveling) -> tuple[Traveling, Any]:

@@ -1,22 +1,14 @@
 """1F1B and the schedules derived from it: loss and gradients in one pass, with few microbatches in flight.
 
-In a tick every stage runs one microbatch forward; then the tail runs on the one that the last stage has just finished;
-then every stage runs one microbatch backward; then, in a zero-bubble schedule, every stage computes the gradients of
-its matrices for one microbatch. The schedule lists phases of ticks with the same kinds of work, and each is a loop, so
-that no tick has work that no stage needs. For 1F1B:
+A tick can have four kinds of work: every stage runs one microbatch forward; the tail (head and loss) runs on the one
+that the last stage has finished; every stage runs one microbatch backward; and every stage computes the gradients of
+its matrices for one microbatch (zero-bubble). For 1F1B:
 
     warm-up     S - 1 ticks   forward
     steady      M ticks       forward, tail, backward
     cool-down   S - 1 ticks   backward
 
     stage s at tick t:  forward of turn t - s, backward of turn t - 2 (S - 1) + s
-
-Saved values are stored in as few places as the schedule needs (`Schedule.places`). With repeats, the first stage
-receives a microbatch for its next part just in time from the last stage. In the backward pass it is the other way
-around.
-
-`stage` is manual in the passes only: for the tail it is automatic, so that the vocabulary can be sharded over it and
-all stages share the head.
 """
 
 import functools
@@ -38,17 +30,12 @@ _BY_STAGE = P(STAGE)
 
 
 class Flow(NamedTuple):
-    """State of a stage between ticks.
-
-    Outside of the region of one stage every array has an additional leading dimension, the stages.
+    """State of a stage between ticks; outside of one stage arrays have a leading dimension, the stages.
 
     Attributes:
-      arrived: sent by the previous stage.
-      returned: the gradient sent by the next stage.
-      queue: tree of [M, b, ...]; on the first stage: the inputs, each later replaced by its gradient.
-      saved: from `stage.empty_saved`.
-      deferred: from `stage.empty_deferred`; () if the backward pass computes all gradients.
-      grads: gradients of the stage's parameters, summed so far.
+      arrived, returned: sent by the previous stage, and by the next.
+      queue: [M, b, ...], on the first stage: the inputs, each later replaced by its gradient.
+      saved, deferred: from `stage.empty_saved` and `stage.empty_deferred`.
     """
 
     arrived: Traveling
@@ -60,12 +47,7 @@ class Flow(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches.
-
-    Attributes:
-      out: results of the tail, and the summed outputs of the layers.
-      grads: gradients of the tail's parameters, float32.
-    """
+    """Sums over microbatches: results of the tail and summed outputs; and gradients of the tail, float32."""
 
     out: tuple[Any, Any]
     grads: Any
@@ -75,14 +57,9 @@ class OnePass(NamedTuple):
     """1F1B over a stack of layers, on the rows of one group of chips.
 
     Attributes:
-      schedule: 1F1B, or a schedule derived from it.
-      fn: one layer.
-      tail: runs after the last layer and returns a `core.types.LossOutput`.
-      layers: gathered weights, keys and entries of `layer_in` of all stages, leaves [L, ...], with padding.
-      sides: side inputs of all microbatches, leaves [M, b, ...].
-      stages: S, the number of stages.
-      trained: parameters of a layer that get gradients.
-      spans_slices: whether stages are on several slices.
+      tail: returns a `core.types.LossOutput`.
+      layers: gathered, of all stages, leaves [L, ...], with padding.
+      sides: side inputs, leaves [M, b, ...].
     """
 
     schedule: OneFOneB
@@ -95,17 +72,10 @@ class OnePass(NamedTuple):
     spans_slices: bool
 
     def run(self, xs: Stream) -> tuple[Sums, Any, Stream]:
-        """Runs all microbatches forward and backward.
+        """Runs all microbatches forward and backward; `xs` is the input, [M, b, ...].
 
-        Args:
-          xs: [M, b, ...], the input of the first layer.
-
-        Returns:
-          Sums over microbatches; the float32 gradients of the layers, one tree for each of the k layers that a stage
-          runs in a tick, leaves [S R, ...] (R repeats), sharded over stages; the gradient of the input, [M, b, ...].
-
-        Raises:
-          UserError: an entry of `layer_in`, or a summed output, belongs to rows.
+        Returns sums; float32 gradients, one tree for each of the k layers that a stage runs in a tick, leaves [S R,
+        ...], sharded over stages; and the gradient of the input.
         """
         carry = self._on_stages(_start, xs), self._no_sums(jax.tree.map(lambda a: a[0], xs))
         start = 0
@@ -154,8 +124,6 @@ class OnePass(NamedTuple):
         return flow, sums
 
     def _run_tail(self, left: Traveling, side: Side, sums: Sums) -> tuple[Traveling, Sums]:
-        """Returns the gradient of the loss sum with respect to the last layer's output, and the updated sums."""
-
         def loss_sum(params: Any, left: Traveling) -> tuple[jax.Array, Any]:
             out = self.tail.fn(params, left.x, side, left.sums)
             return out.loss_sum, out
@@ -173,8 +141,6 @@ class OnePass(NamedTuple):
         )
 
     def _on_stages(self, fn: Callable, *args: Any, flow: Flow | None = None, out_specs: Any = _BY_STAGE) -> Any:
-        """Runs `fn(schedule, stage, flow, *args)` on every stage."""
-
         def local(layers: Layer, sides: Side, flow: Flow | None, *args: Any) -> Any:
             depth = jax.tree.leaves(layers.params)[0].shape[0]
             depth //= self.schedule.repeats
@@ -197,7 +163,7 @@ def _start(schedule: OneFOneB, stage: Stage, _: None, xs: Stream) -> Flow:
 def _forward(
     schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, *, leaves: bool
 ) -> tuple[Flow, Traveling | None]:
-    """Runs one microbatch forward. With `leaves`, also returns the output of the last stage, on every stage."""
+    """With `leaves`, also returns the output of the last stage, on every stage."""
     at = _turn(schedule, t - _index())
     is_first = (_index() == 0) & (at.repeat == 0)
     start = Traveling(take_tree(flow.queue, at.microbatch), stage.fn.zero_sums())
@@ -208,7 +174,7 @@ def _forward(
 
 
 def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft: Traveling | None) -> Flow:
-    """Runs one microbatch backward. `dleft` is the gradient of what left the last layer in this tick, or None."""
+    """`dleft` is the gradient of what left the last layer in this tick, or None."""
     number = t - schedule.starts(_last() + 1)["B"] - (_last() - _index())
     at = _turn(schedule, number, is_backward=True)
     dy = flow.returned if dleft is None else _where(_index() == _last(), dleft, flow.returned)
@@ -226,7 +192,6 @@ def _backward(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array, dleft:
 
 
 def _weights(schedule: OneFOneB, stage: Stage, flow: Flow, t: jax.Array) -> Flow:
-    """Computes the gradients of matrices of one microbatch, the same on every stage."""
     number = t - schedule.starts(_last() + 1)["W"]
     at = _turn(schedule, number, is_backward=True)
     place, to = _place(schedule, at), number % (_last() + 1)

@@ -16,14 +16,7 @@ from parallel.pipeline.stage import STAGE, Stage, Traveling
 
 
 class Passes:
-    """Forward and backward passes over a stack of layers.
-
-    Args:
-      schedule: the schedule.
-      at: the manual axes, and the sharding of parameters over them.
-      fn: one layer.
-      stages: S, the number of stages.
-    """
+    """Forward and backward passes over a stack of layers."""
 
     def __init__(self, schedule: Schedule, at: Region, fn: LayerFn, stages: int):
         self.schedule, self._at, self._fn = schedule, at, fn
@@ -36,18 +29,13 @@ class Passes:
         """Runs the layers forward.
 
         Args:
-          params: parameters of the layers, as stored.
           x: input of the first layer, tree of [B, ...].
           fixed: the layers without their parameters, leaves [L, ...].
           side: side inputs, tree of [B, ...].
-          trained: parameters that a backward pass will compute gradients of; None if none follows.
+          trained: parameters that get gradients; None if no backward pass follows.
 
         Returns:
-          The output of the last layer, [B, ...], with outputs summed over layers and rows; the gathered weights; and
-          the values saved by `gpipe.forward`, leaves [groups of chips with different rows, S, ...].
-
-        Raises:
-          UserError: as `gpipe.forward`.
+          The output, [B, ...], with outputs summed over layers and rows; the gathered weights; and the saved values.
         """
         rows = self._at.by_rows
 
@@ -68,15 +56,12 @@ class Passes:
     def backward(
         self, gathered: Any, fixed: Layer, kept: Any, side: Side, dy: Traveling, trained: Trained
     ) -> tuple[list, Stream]:
-        """Runs the layers backward.
+        """Returns gradients of the trained parameters, sharded as stored, and of the input, [B, ...].
 
         Args:
-          gathered, kept: the gathered weights and the saved values, from `forward`.
+          gathered, kept: from `forward`.
           fixed, side, trained: as in `forward`.
-          dy: gradients of the output of the last layer, leaves [B, ...], and of the sums.
-
-        Returns:
-          The gradients of the trained parameters, sharded as stored, and of the input of the first layer, [B, ...].
+          dy: gradients of the output, leaves [B, ...], and of the sums.
         """
         rows = self._at.by_rows
 
@@ -99,15 +84,11 @@ class Passes:
 
         Args:
           params, x, fixed, side, trained: as in `forward`.
-          tail: head and loss.
           of_tail: parameters of the tail that get gradients.
 
         Returns:
-          The tail's result for all rows, with the outputs summed over layers and rows; and gradients of the trained
-          parameters, of those of the tail, and of `x`.
-
-        Raises:
-          UserError: as `one_f_one_b.OnePass.run`.
+          The tail's result and the summed outputs; and gradients of the trained parameters, of those of the tail, and
+            of `x`.
         """
         rows, schedule = self._at.by_rows, self.schedule
         assert isinstance(schedule, OneFOneB)
@@ -161,7 +142,6 @@ class Passes:
         return jax.tree.map(lambda a: split_rows(a, self.schedule.num_microbatches), tree)
 
     def _of_each(self, sums: Any) -> Any:
-        """Returns M copies of the sums, one for each microbatch, [M, ...]."""
         return jax.tree.map(lambda a: jnp.broadcast_to(a, (self.schedule.num_microbatches, *a.shape)), sums)
 
 

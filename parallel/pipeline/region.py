@@ -1,9 +1,8 @@
 """The manual region of a pipeline: its mesh axes, and how arrays enter and leave it.
 
-Left to XLA's partitioner, weights sharded over fsdp would be gathered, and their gradients reduced, for each
-microbatch. Therefore the axes that shard rows are manual around the loop over ticks: weights enter as shards and are
-gathered before the loop, and gradients are reduced after it and leave as shards. Where stages run their layers, `stage`
-is manual, too, and all other axes are automatic.
+XLA's partitioner would gather weights sharded over fsdp, and reduce their gradients, for each microbatch. Therefore the
+axes that shard rows are manual around the loop over ticks: weights are gathered before it, and gradients reduced after
+it.
 """
 
 import functools
@@ -28,15 +27,13 @@ class Region(NamedTuple):
     """The manual axes of rows, and the sharding of parameters over them.
 
     Attributes:
-      rows: mesh axes of degree above 1 that shard rows, in order; may be empty.
-      others: the other automatic axes of degree above 1, including `stage`.
-      stored: tree of specs of stacked parameters over `rows`.
-      kept: tree of specs over `others`: the sharding that remains when weights are gathered.
-      staged: as `kept`, but always with layers over stages.
-      dtypes: tree of the compute dtypes of the layers, in which weights are sent.
-      layers: L, of the model.
-      padded: the number of layers that the stages run, with padding.
-      spans_slices: whether stages are on several slices.
+      rows: mesh axes of degree above 1 that shard rows; may be empty.
+      others: the other automatic axes of degree above 1, such as `stage`.
+      stored: specs of stacked parameters over `rows`.
+      kept: specs over `others`, which remain when weights are gathered.
+      staged: as `kept`, but with layers over stages.
+      dtypes: in which the layers compute.
+      layers, padded: L without and with padding.
     """
 
     rows: tuple[str, ...]
@@ -55,7 +52,7 @@ class Region(NamedTuple):
         return P(self.rows or None)
 
     def run(self, fn: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-        """Returns `fn` mapped over groups of rows: a `shard_map` with manual axes `rows`, or `fn` if there are none."""
+        """Returns `fn` in a `shard_map` with manual axes `rows`, or `fn` itself without any."""
         if not self.rows:  # an empty `axis_names` would mean all axes
             return fn
         return jax.shard_map(
@@ -67,7 +64,7 @@ class Region(NamedTuple):
         return jax.tree.map(lambda a, dtype: a.astype(dtype), params, self.dtypes)
 
     def gather(self, params: Any, *, then: Callable = lambda tree: tree) -> Any:
-        """Gathers weights over the axes of rows; `then` is applied first, to the shards of one stage."""
+        """Gathers weights over the axes of rows; `then` is applied to the shards before."""
 
         def gathered(tree: Any) -> Any:
             if self.padded != self.layers:
@@ -79,10 +76,8 @@ class Region(NamedTuple):
     def reduce(self, grads: tuple, trained: Trained, *, then: Callable = lambda tree: tree) -> Any:
         """Sums gradients over all rows, and shards them as the parameters.
 
-        Args:
-          grads: gradients of each of the k layers that a stage runs in a tick, lists of [R, ...].
-          trained: the parameters that they are gradients of.
-          then: applied to the sums of one stage, [R k, ...], before they are brought to the layout of the parameters.
+        `grads` has a list of [R, ...] for each of the k layers that a stage runs in a tick; `then` is applied to the
+        sums of one stage, [R k, ...].
         """
 
         def reduced(grads: tuple) -> Any:
@@ -99,7 +94,7 @@ class Region(NamedTuple):
         return accumulation.reduce(g, spec, set(self.rows))
 
     def _on_every_chip(self, fn: Callable, tree: Any, *, in_specs: Any, out_specs: Any) -> Any:
-        """Runs `fn` with all axes manual; otherwise XLA's partitioner replicates operands of explicit collectives."""
+        """All axes are manual; otherwise XLA's partitioner replicates operands of explicit collectives."""
         return jax.shard_map(
             fn, in_specs=(in_specs,), out_specs=out_specs, axis_names=set(self.others), check_vma=False
         )(tree)
@@ -115,11 +110,8 @@ def region(
     """Returns the region of a layer stack; axes that are already manual are left out.
 
     Args:
-      fn: one layer.
-      stacked: the parameters of all layers, leaves [L, ...].
-      schedule: how stages run layers.
+      stacked: parameters, leaves [L, ...].
       param_rules, activation_rules: the strategy's tables.
-      spans_slices: whether stages are on several slices.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     automatic = [axis for axis in sizes if axis in logical.automatic_axes() and sizes[axis] > 1]
@@ -145,8 +137,6 @@ def region(
 
 
 def _only(axes: tuple[str, ...], specs: Any) -> Any:
-    """Returns a tree of specs restricted to some mesh axes."""
-
     def one(spec: P) -> P:
         entries = [tuple(axis for axis in logical.mesh_axes(entry) if axis in axes) for entry in spec]
         return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))

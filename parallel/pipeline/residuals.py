@@ -1,18 +1,10 @@
 """The values that a layer saves between its two passes, as arrays that a schedule stores and fetches.
 
-`jax.vjp` returns the value of a layer and a function of the gradient of its output, which holds residuals. If the layer
-is rematerialized, these are its arguments and the values that the model's `remat` saves. A scan would stack all of
-them; a pipeline stores for each microbatch in flight only those that depend on x:
+`jax.vjp` returns a function that holds residuals. A pipeline stores for each microbatch only those that depend on x.
+The backward pass differentiates the layer again, and replaces these residuals by the stored ones; the compiler removes
+the forward pass that this traces.
 
-    depends on x                        stored for each microbatch: x itself, and what `remat` saves
-    weights, side, what follows from    not stored: taken, or computed, again
-    them alone (masks, reshaped weights)
-
-The backward pass differentiates the layer again and replaces the residuals of the first kind by the stored ones. The
-forward pass that this traces is dead code, which the compiler removes.
-
-A slot is the place of one array that a layer saves. Layers of several kinds may save different values; they share slots
-of equal shapes, and a kind fills the slots that it does not use with zeros.
+A slot is the place of one saved array; layers of several kinds share slots of equal shapes.
 """
 
 from collections.abc import Sequence
@@ -32,8 +24,6 @@ class Residuals(NamedTuple):
     """The values that a layer of each kind saves.
 
     Attributes:
-      fn: one layer, with the model's rematerialization.
-      trained: parameters of a layer that get gradients.
       x: shapes of the input of a layer, tree of [b, ...].
       shapes: shape, dtype and memory (chip or host) of each slot.
       stored: for each kind, pairs of the index of a residual and its slot.
@@ -46,13 +36,10 @@ class Residuals(NamedTuple):
     stored: dict[Kind, list[tuple[int, int]]]
 
     def forward(self, kind: Kind, layer: Layer, x: Stream, side: Side) -> tuple[Stream, Any, Slots]:
-        """Runs a layer; returns its output, its summed outputs, and what it saves.
+        """Runs a layer on x, a tree of [b, ...]; returns output, summed outputs, and what it saves.
 
         Args:
-          kind: the kind of the layer.
-          layer: its parameters, key and inputs.
-          x: its input, tree of [b, ...].
-          side: side inputs of the same rows.
+          kind, layer, x, side: of the layer, and its inputs.
         """
         (y, sums), residuals, _ = self._differentiate(kind, layer, x, side)
         slots = [zeros(a) for a in self.shapes]
@@ -61,7 +48,7 @@ class Residuals(NamedTuple):
         return y, sums, tuple(slots)
 
     def residuals(self, kind: Kind, layer: Layer, slots: Slots, side: Side) -> tuple[list, Any]:
-        """Returns all residuals of a layer, and a structure: `unflatten(structure, residuals)` is its backward pass.
+        """Returns the residuals of a layer and a structure; `unflatten(structure, residuals)` is its backward pass.
 
         Args:
           kind, layer, side: as in the forward pass.
@@ -79,8 +66,7 @@ class Residuals(NamedTuple):
         """Returns the gradients of the trained parameters and of x.
 
         Args:
-          kind, layer, side: as in the forward pass.
-          slots: what the forward pass saved.
+          kind, layer, slots, side: as in `residuals`.
           dy: gradients of the output and of the summed outputs.
         """
         residuals, structure = self.residuals(kind, layer, slots, side)
@@ -91,11 +77,9 @@ class Residuals(NamedTuple):
 
 
 def of_layers(fn: LayerFn, trained: Trained, layer: Layer, x: Stream, side: Side) -> Residuals:
-    """Returns a description of what layers of each kind save for the backward pass.
+    """Describes what layers of each kind save for the backward pass.
 
     Args:
-      fn: one layer.
-      trained: its parameters that get gradients.
       layer, x, side: arrays, or their shapes.
     """
     layer, x, side = _shapes((layer, x, side))
@@ -110,8 +94,6 @@ def of_layers(fn: LayerFn, trained: Trained, layer: Layer, x: Stream, side: Side
 def _differentiate(
     fn: LayerFn, trained: Trained, kind: Kind, layer: Layer, x: Stream, side: Side
 ) -> tuple[tuple, list, Any]:
-    """Returns the results of a layer, its residuals, and the structure of the function that holds them."""
-
     def one_layer(picked: list, x: Stream) -> tuple[Stream, Any]:
         after, out = fn(layer._replace(params=trained.fill(picked, layer.params)), x, side, kind)
         return after, out.summed
@@ -121,8 +103,6 @@ def _differentiate(
 
 
 def _of_x(fn: LayerFn, trained: Trained, kind: Kind, layer: Layer, x: Stream, side: Side) -> dict[int, Any]:
-    """Returns the shapes of the residuals that depend on x, by index."""
-
     def residuals(layer: Layer, side: Side, x: Stream) -> list:
         return _differentiate(fn, trained, kind, layer, x, side)[1]
 
@@ -133,7 +113,7 @@ def _of_x(fn: LayerFn, trained: Trained, kind: Kind, layer: Layer, x: Stream, si
 
 
 def _dependent(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Returns which outputs may depend on the marked inputs: an operation other than `jit` is not looked into."""
+    """Returns which outputs may depend on the marked inputs; only operations `jit` are looked into."""
     marked = {v for v, yes in zip(jaxpr.invars, inputs, strict=True) if yes}
     for equation in jaxpr.eqns:
         reads = [not isinstance(v, Literal) and v in marked for v in equation.invars]
@@ -144,10 +124,7 @@ def _dependent(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def share(shapes: list[Any], wanted: Sequence[Any]) -> list[int]:
-    """Returns a slot for each array in `wanted`, those of one kind of layers.
-
-    Adds a slot to `shapes` where no free one has the same shape, dtype and memory.
-    """
+    """Returns a slot for each array in `wanted`; adds slots to `shapes` if needed."""
     free, found = list(range(len(shapes))), []
     for a in wanted:
         slot = next((i for i in free if _place(shapes[i]) == _place(a)), len(shapes))
@@ -169,7 +146,7 @@ def zeros(a: Any) -> jax.Array:
 
 
 def in_memory(array: jax.Array, like: Any) -> jax.Array:
-    """Moves an array on the chip to the kind of memory that `like` is in: the chip's or the host's."""
+    """Moves an array on the chip to the kind of memory that `like` is in."""
     space = getattr(like, "memory_space", jax.memory.Space.Device)
     return array if space == jax.memory.Space.Device else jax.device_put(array, space)
 

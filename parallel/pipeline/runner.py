@@ -1,9 +1,7 @@
 """Runs layer stacks with a pipeline schedule: the interface to `core.stack`, with custom derivatives.
 
-gpipe and circular run the whole forward pass, then what follows the layers (norm, logits, loss) on all rows, as without
-a pipeline. For the backward pass they save the gathered weights and what `Schedule.save` says. 1F1B and the schedules
-derived from it compute gradients as soon as a microbatch has its loss. The forward rule of their derivative therefore
-computes loss and gradients together, and saves the gradients.
+gpipe and circular run the whole forward pass, then what follows the layers (norm, logits, loss). 1F1B and the schedules
+derived from it compute gradients as soon as a microbatch has its loss.
 """
 
 import contextlib
@@ -30,10 +28,9 @@ from parallel.pipeline.stage import STAGE, Traveling
 def runner(
     schedule: Schedule, param_rules: Rules, activation_rules: Rules, *, spans_slices: bool = False
 ) -> stack.Runner:
-    """Returns a runner of layer stacks over the mesh axis `stage`; models must be traced inside `jax.set_mesh`.
+    """Returns a runner of layer stacks over `stage`; models must be traced inside `jax.set_mesh`.
 
     Args:
-      schedule: the schedule.
       param_rules, activation_rules: the strategy's tables.
       spans_slices: whether stages are on several slices.
     """
@@ -70,7 +67,7 @@ def runner(
 
 @contextlib.contextmanager
 def _rows_over_stages(param_rules: Rules, activation_rules: Rules, rows: int) -> Iterator[None]:
-    """Context in which the rows of the layers before the first stage are sharded over stages, too, if they divide."""
+    """Context in which rows of the layers before the first stage are sharded over stages too, if they divide."""
     sizes = jax.sharding.get_abstract_mesh().shape
     over = (*logical.mesh_axes(activation_rules["batch"]), STAGE)
     if rows % logical.shards(over, sizes) == 0:
@@ -111,8 +108,6 @@ def _undivided_rows(rows: int, unit: int) -> str:
 
 
 def _two_passes(passes: Passes) -> Any:
-    """Returns the layers as a function of (weights, x, fixed, side) with a custom backward pass."""
-
     @jax.custom_vjp
     def call(weights: Any, x: Stream, fixed: Layer, side: Side) -> tuple[Stream, Any]:
         return tuple(passes.forward(weights, x, fixed, side, None)[0])
@@ -134,10 +129,7 @@ def _two_passes(passes: Passes) -> Any:
 
 
 def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
-    """Returns layers and tail as a function of (weights, tail.params, x, fixed, side).
-
-    The forward rule of its derivative computes the gradients, because 1F1B interleaves forward and backward passes.
-    """
+    """The forward rule computes the gradients too, because 1F1B interleaves forward and backward passes."""
 
     @jax.custom_vjp
     def call(weights: Any, head: Any, x: Stream, fixed: Layer, side: Side) -> tuple[LossOutput, Any]:
@@ -166,12 +158,6 @@ def _loss_and_gradients(passes: Passes, tail: Tail) -> Any:
 
 
 def _gives_loss(fn: LayerFn, tail: Tail, x: Stream, side: Side) -> bool:
-    """Returns whether the tail returns a LossOutput.
-
-    Raises:
-      UserError: the LossOutput has `extras`, which cannot be summed over microbatches, or an array in `tail.params` is
-        not floating-point.
-    """
     out = jax.eval_shape(tail.fn, tail.params, x, side, fn.outputs.summed)
     if not isinstance(out, LossOutput):
         return False
@@ -194,7 +180,6 @@ def _gives_loss(fn: LayerFn, tail: Tail, x: Stream, side: Side) -> bool:
 
 
 def _forward_alone(passes: Passes) -> Any:
-    """Returns the layers without a gradient, for 1F1B with a stack that has no tail, or one that returns no loss."""
     return derivative_rules.without_gradient(
         lambda weights, x, fixed, side: tuple(passes.forward(weights, x, fixed, side, None)[0]),
         "1F1B: the backward pass of a microbatch starts before the forward pass of the next one, so the head and the "
@@ -204,8 +189,6 @@ def _forward_alone(passes: Passes) -> Any:
 
 
 def _without_pipeline(fn: LayerFn, tail: Tail | None, why_not: str) -> Any:
-    """Returns the layers without a pipeline and without a gradient."""
-
     def call(weights: Any, fixed: Layer, head: Any, x: Stream, side: Side) -> tuple[Any, Outputs]:
         return stack.scan_runner(fn, fixed._replace(params=weights), x, side, tail and Tail(tail.fn, head))
 

@@ -1,8 +1,7 @@
-"""Pipeline schedules as plain data: which microbatch a stage works on at each tick, and what fits the schedule.
+"""Pipeline schedules as plain data: which microbatch a stage works on at each tick.
 
 In a tick all stages do the same kinds of work in lockstep, usually on different microbatches. A stage without a
-microbatch at a tick computes on meaningless values: a bubble. A schedule says for each kind of work at which tick it
-starts, in which order the microbatches come, and how many ticks later the next stage does the same.
+microbatch at a tick computes on meaningless values: a bubble.
 
     gpipe, circular     M R + S - 1 ticks forward, then as many backward
     1F1B, interleaved   S R - 1 ticks forward, M R + S - S R ticks forward and backward, S R - 1 ticks backward
@@ -40,12 +39,7 @@ SCOPES = {
 
 
 class Work(NamedTuple):
-    """Work of a stage in one tick: one part of the layers on one microbatch.
-
-    Attributes:
-      kind: one of `KINDS`.
-      microbatch, repeat: their indices, from 0.
-    """
+    """Work of a stage in one tick: one part of the layers on one microbatch."""
 
     kind: str
     microbatch: int
@@ -57,15 +51,13 @@ class Schedule:
     """Base class of schedules.
 
     Attributes:
-      num_microbatches: M, at least 1. Microbatch m has rows m, m + M, … of the rows on each chip, so that no row moves
-        to another chip.
-      save: what the forward pass saves for the backward pass: "layers", for every layer its input and what the model's
-        `remat` saves; or "stage", only the input of a stage, which costs one more forward pass of the stage.
-      bubble_input: a value that fills new arrays and the inputs of bubbles. Results do not depend on it; tests show
-        that with NaN. None: bubbles compute on whatever values are there.
+      num_microbatches: M, at least 1.
+      save: what the forward pass saves: "layers", for every layer its input and what the model's `remat` saves; or
+        "stage", only the input of a stage, whose layers then run forward once more.
+      bubble_input: fills new arrays and the inputs of bubbles, for tests. None: bubbles have whatever values are there.
 
     Raises:
-      UserError: `num_microbatches` is not a positive integer, or `save` has another value.
+      UserError: a field has an invalid value.
     """
 
     num_microbatches: int
@@ -82,16 +74,16 @@ class Schedule:
 
     @property
     def turns(self) -> int:
-        """M R: the number of ticks in which a stage runs a microbatch forward."""
+        """M R, the number of microbatches that a stage runs, counting repeats."""
         return self.num_microbatches * self.repeats
 
     def group(self, stages: int) -> int:
-        """Returns the number of successive microbatches that a stage runs before its next repeat."""
+        """Returns how many microbatches a stage runs before its next repeat."""
         del stages
         return self.num_microbatches
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns, for each of `KINDS` that the schedule has, the first tick in which any stage does it."""
+        """Returns the first tick in which any stage does each kind of work."""
         return {"F": 0, "B": self.ticks(stages)}
 
     def ticks(self, stages: int) -> int:
@@ -103,15 +95,11 @@ class Schedule:
         return (stages - 1) / self.ticks(stages)
 
     def kept(self, stages: int) -> int:
-        """Returns the largest number of passes whose saved values a stage holds at a time; each repeat is a pass."""
+        """Returns the largest number of forward passes whose values a stage holds."""
         return max(self.places(stages)) + 1
 
     def places(self, stages: int) -> list[int]:
-        """Returns the place in memory of the saved values of each forward pass: the first that is free.
-
-        Passes are numbered in the order in which a stage runs them; each repeat is a pass. A place becomes free after
-        the backward pass on the first stage, where values wait longest.
-        """
+        """Returns the place in memory of the saved values of each forward pass."""
         last = self.starts(stages)["B"] + stages - 1
         ends = {self._work("B", turn, stages)[0]: last + turn for turn in range(self.turns)}
         found: list[int] = []
@@ -126,25 +114,25 @@ class Schedule:
         return found
 
     def layer_unit(self, stages: int) -> int:
-        """Returns S R, the number of parts; layers are padded to a multiple of it (see `fits`)."""
+        """Returns S R; layers are padded to a multiple of it."""
         return stages * self.repeats
 
     def fits(self, layers: int, stages: int) -> bool:
         """Returns whether this number of layers can be divided over the stages.
 
-        They need not divide evenly: each of the R S parts has ceil(L / (R S)) layers, of which the last may be padding.
-        Every stage must have a layer of the model, and so must the last repeat.
+        Each of the S R parts has ceil(L / (R S)) layers. Every stage, and the last repeat, must have a layer that is
+        not padding.
         """
         full, parts = stages * (self.repeats - 1) or stages - 1, self.layer_unit(stages)
         return layers > full * padded(layers, parts) // parts
 
     def problems(self, stages: int) -> list[str]:
-        """Returns the reasons, with fixes, why the schedule cannot run on this number of stages; [] if it can."""
+        """Returns the reasons, with fixes, why the schedule cannot run on these stages."""
         del stages
         return []
 
     def work(self, stage: int, tick: int, stages: int) -> tuple[Work, ...]:
-        """Returns the work of a stage at a tick, () in a bubble; tick 0 is the first forward tick."""
+        """Returns the work of a stage at a tick; () in a bubble."""
         lag = {"F": stage, "B": stages - 1 - stage, "W": 0}
         starts = self.starts(stages)
         return tuple(w for kind in starts for w in self._work(kind, tick - starts[kind] - lag[kind], stages))
@@ -167,7 +155,7 @@ class Schedule:
         return (Work(kind, before * group + index, repeat if kind == "F" else self.repeats - 1 - repeat),)
 
     def describe(self, stages: int) -> str:
-        """Describes the schedule on this number of stages in one line: ticks, bubble and saved values."""
+        """Describes the schedule on this number of stages in one line."""
         rounds = f" x {self.repeats} repeats" if self.repeats > 1 else ""
         saved = "values that each layer saves" if self.save == "layers" else "stage inputs"
         return (
@@ -179,7 +167,7 @@ class Schedule:
 
     @property
     def formula(self) -> str:
-        """The formula of the bubble's share of a step, as text; S stages, M microbatches, R repeats."""
+        """The formula of the bubble's share of a step, as text."""
         return f"(S - 1) / ({'M R' if self.repeats > 1 else 'M'} + S - 1)"
 
 
@@ -193,14 +181,10 @@ class GPipe(Schedule):
 class Circular(Schedule):
     """gpipe with layers assigned to stages in R rounds: stage s has parts s, S + s, 2 S + s, …
 
-    The parts are smaller, so filling and emptying the pipeline takes less time, but more arrays are sent. M must be at
-    least S.
+    M must be at least S.
 
     Attributes:
       repeats: R, at least 1.
-
-    Raises:
-      UserError: `num_microbatches` or `repeats` is not a positive integer, or `save` is not a value of `Schedule`.
     """
 
     repeats: int
@@ -212,7 +196,7 @@ class Circular(Schedule):
         _check_count(self.name, "repeats", self.repeats)
 
     def problems(self, stages: int) -> list[str]:
-        """Returns a problem if M is below S: microbatches would return to the first stage too early."""
+        """Returns a problem if M is below S."""
         if self.num_microbatches >= stages:
             return []
         return [
@@ -225,8 +209,7 @@ class Phase(NamedTuple):
     """Successive ticks in which stages do the same kinds of work.
 
     Attributes:
-      kinds: letters of `KINDS` in this order, with "T" after "F" if the tail runs on what leaves the last layer: "FTB".
-      ticks: the number of ticks.
+      kinds: letters of `KINDS`, with "T" after "F" if the tail runs: "FTB".
     """
 
     kinds: str
@@ -234,12 +217,7 @@ class Phase(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Phases that are repeated.
-
-    Attributes:
-      times: how often.
-      phases: phases of one round.
-    """
+    """Phases that are repeated `times` times."""
 
     times: int
     phases: tuple[Phase, ...]
@@ -247,30 +225,23 @@ class Rounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneFOneB(Schedule):
-    """Starts the backward pass of a microbatch as soon as its forward pass ends, so that few are in flight.
+    """Starts the backward pass of a microbatch as soon as its forward pass ends.
 
-    Narayanan et al. 2019 (PipeDream-flush, "1F1B"), in lockstep. The head and the loss run between the two passes of a
-    microbatch, so they must be the stack's tail.
+    Narayanan et al. 2019 (PipeDream-flush, "1F1B"), in lockstep. The head and the loss must be the stack's tail.
     """
 
     name = "1F1B"
 
     def group(self, stages: int) -> int:
-        """Returns S if R is above 1, because the first of S microbatches returns to a stage when the last has left it.
-
-        Returns M if R is 1.
-        """
+        """Returns M, or with repeats S."""
         return self.num_microbatches if self.repeats == 1 else stages
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the tick of the first forward pass, "F", and of the first backward pass, "B".
-
-        In tick "B" the first microbatch leaves the last layer, and its backward pass starts.
-        """
+        """Returns the tick of the first forward pass, "F", and of the first backward pass, "B"."""
         return {"F": 0, "B": stages * self.repeats - 1}
 
     def problems(self, stages: int) -> list[str]:
-        """Returns a problem if there are repeats and the microbatches do not divide into groups of S."""
+        """Returns a problem if there are repeats and M is not a multiple of S."""
         if self.repeats == 1 or self.num_microbatches % stages == 0:
             return []
         nearest = " or ".join(map(str, logical.nearest_multiples(self.num_microbatches, stages)))
@@ -280,7 +251,7 @@ class OneFOneB(Schedule):
         ]
 
     def rounds(self, stages: int) -> list[Rounds]:
-        """Returns the phases of the schedule; the program has a loop for each, and one around repeated phases."""
+        """Returns the phases of the schedule; the program has a loop for each."""
         every = [Phase(kinds, len(list(ticks))) for kinds, ticks in itertools.groupby(self._kinds(stages))]
         found: list[Rounds] = []
         at = 0
@@ -294,7 +265,6 @@ class OneFOneB(Schedule):
         return found
 
     def _kinds(self, stages: int) -> Iterator[str]:
-        """Yields the kinds of work of each tick, in the form of `Phase.kinds`."""
         last = stages - 1
         for tick, row in enumerate(self.timeline(stages)):
             kinds = "".join(kind for kind in KINDS if any(w.kind == kind for work in row for w in work))
@@ -306,14 +276,10 @@ class OneFOneB(Schedule):
 class Interleaved(OneFOneB):
     """1F1B with layers assigned to stages in R rounds, as in `Circular` (Narayanan et al. 2021).
 
-    The bubble is that of circular. The number of saved values does not grow with M. With R above 1, M must be a
-    multiple of S.
+    With R above 1, M must be a multiple of S.
 
     Attributes:
       repeats: R, at least 1.
-
-    Raises:
-      UserError: `num_microbatches` or `repeats` is not a positive integer, or `save` is not a value of `Schedule`.
     """
 
     repeats: int
@@ -330,15 +296,11 @@ class ZeroBubble(OneFOneB):
     """1F1B or interleaved, without bubbles in the computation of matrices' gradients.
 
     Qi et al. 2023 ("zero bubble") compute the gradients of matrices, on which no other stage depends, in place of
-    bubbles. Here all stages compute those of one microbatch at the same tick, as soon as the first stage can. Until
-    then the last stage keeps what they need of up to S microbatches. So M R ticks have this work, and none is a bubble.
-    With R above 1, M must be a multiple of S.
+    bubbles. Here all stages compute those of one microbatch at the same tick, as soon as the first stage can. With R
+    above 1, M must be a multiple of S. `save` must be "layers".
 
     Attributes:
       repeats: R, at least 1.
-
-    Raises:
-      UserError: `num_microbatches` or `repeats` is not a positive integer, or `save` is not "layers".
     """
 
     repeats: int = 1
@@ -355,17 +317,17 @@ class ZeroBubble(OneFOneB):
             )
 
     def starts(self, stages: int) -> dict[str, int]:
-        """Returns the ticks of 1F1B; "W" (gradients of matrices) is that of the first stage's first backward pass."""
+        """Returns the first ticks; "W" (gradients of matrices) starts with the first stage's backward pass."""
         starts = super().starts(stages)
         return starts | {"W": starts["B"] + stages - 1}
 
     def bubble(self, stages: int) -> float:
-        """Returns the fraction of a stage's time without a microbatch, if the three kinds of work take equally long."""
+        """Returns the fraction of a stage's time without a microbatch, if F = W = B / 2."""
         return 2 * (stages - 1) / (2 * self.ticks(stages) + self.turns)
 
     @property
     def formula(self) -> str:
-        """The formula of the bubble's share of a step, as text; S stages, M microbatches, R repeats."""
+        """The formula of the bubble's share of a step, as text."""
         return f"2 (S - 1) / (3 {'M R' if self.repeats > 1 else 'M'} + 2 (S - 1))"
 
 
@@ -373,58 +335,41 @@ def gpipe(*, num_microbatches: int, save: str = "layers") -> Schedule:
     """Runs all microbatches forward, then all backward; memory grows with their number.
 
     Args:
-      num_microbatches: M, at least 1; each stage runs its layers on one microbatch at a time.
+      num_microbatches: M, at least 1.
       save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
         each stage, whose layers then run forward once more.
-
-    Raises:
-      UserError: `num_microbatches` is not a positive integer, or `save` has another value.
     """
     return GPipe(num_microbatches=num_microbatches, save=save)
 
 
 def circular(*, num_microbatches: int, repeats: int, save: str = "layers") -> Schedule:
-    """Runs gpipe with the layers assigned in `repeats` rounds: a smaller bubble, but more communication.
+    """Runs gpipe with the layers assigned in `repeats` rounds: with more, the bubble is smaller, and more is sent.
 
     Args:
-      num_microbatches: M, at least the number of stages; each stage runs on one microbatch at a time.
+      num_microbatches: M, at least the number of stages.
       repeats: R, at least 1: how often a microbatch passes through all stages.
-      save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
-        each stage, whose layers then run forward once more.
-
-    Raises:
-      UserError: a number is not a positive integer, or `save` has another value. Numbers of stages that do not fit are
-        reported when a program is made (`Schedule.problems`).
+      save: as in `gpipe`.
     """
     return Circular(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
 
 def one_f_one_b(*, num_microbatches: int, save: str = "layers") -> Schedule:
-    """Runs backward passes as early as possible; the number of saved values does not grow with that of microbatches.
+    """Runs backward passes as early as possible: fewer microbatches are in flight.
 
     Args:
-      num_microbatches: M, at least 1; each stage runs its layers on one microbatch at a time.
-      save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
-        each stage, whose layers then run forward once more.
-
-    Raises:
-      UserError: `num_microbatches` is not a positive integer, or `save` has another value.
+      num_microbatches: M, at least 1.
+      save: as in `gpipe`.
     """
     return OneFOneB(num_microbatches=num_microbatches, save=save)
 
 
 def interleaved(*, num_microbatches: int, repeats: int, save: str = "layers") -> Schedule:
-    """Runs 1F1B with the layers assigned in `repeats` rounds: a smaller bubble, but more communication.
+    """Runs 1F1B with the layers assigned in `repeats` rounds: with more, the bubble is smaller, and more is sent.
 
     Args:
       num_microbatches: M; with `repeats` above 1, a multiple of the number of stages.
       repeats: R, at least 1: how often a microbatch passes through all stages.
-      save: "layers" saves the input of each layer and what the model's `remat` saves; "stage" saves only the input of
-        each stage, whose layers then run forward once more.
-
-    Raises:
-      UserError: a number is not a positive integer, or `save` has another value. Numbers of stages that do not fit are
-        reported when a program is made (`Schedule.problems`).
+      save: as in `gpipe`.
     """
     return Interleaved(num_microbatches=num_microbatches, repeats=repeats, save=save)
 
@@ -435,16 +380,12 @@ def zero_bubble(*, num_microbatches: int, repeats: int = 1) -> Schedule:
     Args:
       num_microbatches: M, at least 1; with `repeats` above 1, a multiple of the number of stages.
       repeats: R, at least 1: how often a microbatch passes through all stages.
-
-    Raises:
-      UserError: a number is not a positive integer. Numbers of stages that do not fit are reported when a program is
-        made (`Schedule.problems`).
     """
     return ZeroBubble(num_microbatches=num_microbatches, repeats=repeats)
 
 
 def padded(layers: int, parts: int) -> int:
-    """Rounds a number of layers up to a multiple of `parts`; the additional layers are padding."""
+    """Rounds a number of layers up to a multiple of `parts`."""
     return -(-layers // parts) * parts
 
 
@@ -454,13 +395,11 @@ def _check_count(schedule: str, name: str, count: int) -> None:
 
 
 def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int) -> list[str]:
-    """Returns the reasons why a model cannot run as this pipeline, each with a fix; [] if it can.
+    """Returns the reasons why a model cannot run as this pipeline, each with a fix.
 
     Args:
-      schedule: the strategy's schedule.
-      shapes, axes: shapes and axes of the model's parameters, trees of one structure.
-      stages: degree of `stage`.
-      chips: number of devices of the slice; fixes suggest numbers of stages that divide it.
+      shapes, axes: of the model's parameters.
+      chips: number of devices of the slice.
     """
     found = depths(shapes, axes)
     if not found:
@@ -474,11 +413,7 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
 
 
 def depths(shapes: Any, axes: Any) -> list[int]:
-    """Returns the distinct numbers of layers of a model's stacks, without their first layers, ascending.
-
-    Args:
-      shapes, axes: as in `problems`.
-    """
+    """Returns the distinct numbers of layers of a model's stacks, without first layers."""
     named = zip(jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, Axes)), strict=True)
     return sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
 
@@ -498,14 +433,12 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
     """Checks that a batch divides over the chips, and on each of them into microbatches.
 
     Args:
-      rows: rows of a global batch.
       groups: number of groups of chips with different rows.
-      accum_steps, schedule: both divide the rows of each group; `schedule` is None without a pipeline.
-      stages: degree of `stage`.
+      schedule: None without a pipeline.
       where: strategy and slice, for the message.
 
     Raises:
-      UserError: it does not divide; the message names the nearest sizes that do.
+      UserError: it does not divide.
     """
     unit = groups * accum_steps * (schedule.num_microbatches if schedule else 1)
     if rows % unit == 0:
@@ -520,7 +453,6 @@ def check_rows(rows: int, *, groups: int, accum_steps: int, schedule: Schedule |
 
 
 def _other_microbatches(schedule: Schedule | None, rows: int, groups: int, *, stages: int) -> str:
-    """Returns the end of a message, with the numbers of microbatches that fit these rows; "" if there are none."""
     if schedule is None or rows % groups:
         return ""
     local = rows // groups

@@ -1,17 +1,12 @@
 """The work of one stage in one tick: its layers on one microbatch, forward or backward.
 
-Everything here runs where `stage` is manual: arrays are local to a stage. Between the two passes a stage saves values
-that depend on the microbatch, and no parameters (`residuals`). Gradients are accumulated in float32, in place and layer
-by layer, so that XLA fuses each sum with the product that it adds.
+Gradients are accumulated in float32, layer by layer: XLA fuses each sum with the product that it adds.
 
     forward    x[l+1], s[l] = f(W[l], x[l]);    sums += s[l];    saved: x[l] and what `remat` saves, or x[0] alone
     backward   dW[l], dx[l] = vjp(f at W[l], x[l])(dx[l+1], dsums);    dW_sum[l] += dW[l]
 
-The backward pass may leave the gradients of matrices to a third pass, `weights` (`deferred`). Summed outputs of layers
-travel with the microbatch, so bubbles add nothing to them.
-
 If the layers do not divide over stages and repeats, the last ones are padding: copies of the last layer whose results
-are discarded. A layer whose kind depends on the stage is selected by `lax.switch`.
+are discarded.
 
 S stages, M microbatches, R repeats, b rows of a microbatch, k layers that a stage runs in a tick.
 """
@@ -39,14 +34,14 @@ STAGE = "stage"
 
 
 class Turn(NamedTuple):
-    """The microbatch and repeat of a stage in one tick.
+    """The microbatch and repeat of a stage in one tick; scalars.
 
     Attributes:
-      microbatch, repeat: [], int32; in range even in a bubble.
-      order: [], int32, the place of this work among the forward passes of a stage.
-      valid: [], bool; false in a bubble.
-      first: [], bool: whether it is the first microbatch of its repeat; false in a bubble.
-      resumes: [], bool: whether it is the first of successive turns with the same repeat; false in a bubble.
+      microbatch, repeat: in range even in a bubble.
+      order: the place of this work among the forward passes of a stage.
+      valid: false in a bubble.
+      first: whether it is the first microbatch of its repeat.
+      resumes: whether it is the first of successive turns with the same repeat.
     """
 
     microbatch: jax.Array
@@ -61,10 +56,9 @@ def turn(schedule: Schedule, number: jax.Array, *, stages: int, is_backward: boo
     """Returns the turn with a given number; a bubble outside of 0 … M R - 1.
 
     Args:
-      schedule: the schedule.
-      number: [], int32, the place of the turn among those of a stage.
-      stages: S, the number of stages.
-      is_backward: whether the turns are those of the backward pass, in which the last repeat comes first.
+      number: [], int32.
+      stages: S.
+      is_backward: whether the last repeat comes first.
     """
     group, repeats = schedule.group(stages), schedule.repeats
     inside = jnp.clip(number, 0, schedule.turns - 1)
@@ -78,11 +72,11 @@ def turn(schedule: Schedule, number: jax.Array, *, stages: int, is_backward: boo
 
 
 class Traveling(NamedTuple):
-    """The arrays that a microbatch carries from stage to stage; in the backward pass, their gradients.
+    """What a microbatch carries from stage to stage, or its gradients.
 
     Attributes:
       x: tree of [b, ...].
-      sums: tree of [...], outputs of the layers so far, summed.
+      sums: outputs of the layers so far, summed.
     """
 
     x: Stream
@@ -93,13 +87,10 @@ class Stage(NamedTuple):
     """The layers of one stage.
 
     Attributes:
-      fn: one layer.
       layers: in the order in which this stage runs them; leaves [R k, ...].
-      sides: side inputs by microbatch; leaves [M, b, ...].
+      sides: side inputs; leaves [M, b, ...].
       depth: k.
-      schedule: the schedule.
       trained: parameters of a layer that get gradients; None if no backward pass follows.
-      spans_slices: whether stages are on several slices.
     """
 
     fn: LayerFn
@@ -111,7 +102,7 @@ class Stage(NamedTuple):
     spans_slices: bool
 
     def input(self, at: Turn, x: Any) -> Any:
-        """Returns the tree `x`. In a bubble, its arrays are filled with `Schedule.bubble_input` unless that is None."""
+        """Returns the tree `x`, in a bubble filled with `Schedule.bubble_input` unless that is None."""
         if (bubble := self.schedule.bubble_input) is None:
             return x
         return jax.tree.map(lambda a: jnp.where(at.valid, a, bubble), x)
@@ -121,7 +112,7 @@ class Stage(NamedTuple):
         return (at.repeat * jax.lax.axis_size(STAGE) + jax.lax.axis_index(STAGE)) * self.depth + i
 
     def real(self, at: Turn, i: jax.Array | int) -> jax.Array | bool:
-        """Returns whether the i-th layer of a turn is a layer of the model, not padding."""
+        """Returns whether the i-th layer of a turn is not padding."""
         layers = len(self.fn.kinds)
         padded = layers < self.repeats * jax.lax.axis_size(STAGE) * self.depth
         return self.number(at, i) < layers if padded else True
@@ -136,18 +127,18 @@ class Stage(NamedTuple):
         return self.schedule.repeats
 
     def residuals(self, x: Stream) -> Residuals:
-        """Describes what each layer saves for the backward pass on a microbatch `x`; `trained` must not be None."""
+        """Describes what each layer saves for the backward pass on a microbatch `x`."""
         assert self.trained is not None
         layer, sides = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (self.layers, self.sides))
         return residuals.of_layers(self.fn, self.trained, layer, x, sides)
 
     def deferred(self, x: Stream) -> Deferred:
-        """Returns the two parts of the backward pass of a layer on a microbatch `x`; `trained` must not be None."""
+        """Returns the two parts of the backward pass of a layer on a microbatch `x`."""
         layer, sides = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (self.layers, self.sides))
         return deferred.of_layers(self.residuals(x), layer, sides)
 
     def layer(self, at: Turn, i: jax.Array | int) -> Layer:
-        """Returns the i-th layer that the stage runs in the turn `at`."""
+        """Returns the i-th layer of a turn."""
         return jax.tree.map(lambda a: take(a, at.repeat * self.depth + i), self.layers)
 
     def side(self, at: Turn) -> Side:
@@ -155,7 +146,7 @@ class Stage(NamedTuple):
         return jax.tree.map(lambda a: take(a, at.microbatch), self.sides)
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns an array whose entries are written before they are read: uninitialized, or filled with one value."""
+        """Returns an array whose entries must be written before they are read."""
         sizes = jax.sharding.get_abstract_mesh().shape
         if self.schedule.bubble_input is None and all(sizes[axis] == 1 for axis in logical.automatic_axes()):
             return jax.lax.empty(shape, dtype)  # along automatic axes it would be replicated
@@ -168,9 +159,8 @@ class Grads(NamedTuple):
     Each of the k layers has arrays of its own: XLA copies a part of a larger array before adding to it.
 
     Attributes:
-      sums: gradients of the current repeat; k trees, leaves [...].
-      repeats: gradients of all repeats, k trees, leaves [R, ...]; () if R = 1. The sums are copied here in every turn,
-        which is cheaper than accumulating here.
+      sums: of the current repeat; k trees, leaves [...].
+      repeats: of all repeats, k trees, leaves [R, ...]; () if R = 1.
     """
 
     sums: tuple
@@ -182,13 +172,7 @@ class Grads(NamedTuple):
 
 
 def check_microbatch(stage: Stage, x: Stream) -> None:
-    """Checks that a layer runs on the rows of a microbatch, `x`, and returns x and sums of the right shapes.
-
-    Nothing is checked for stacks with neither `layer_in` nor summed outputs.
-
-    Raises:
-      UserError: an entry of `layer_in`, or a summed output, belongs to rows.
-    """
+    """Raises UserError if an entry of `layer_in`, or a summed output, belongs to rows."""
     if not jax.tree.leaves((stage.layers.params.inputs, stage.layers.inputs, stage.fn.outputs.summed)):
         return
     layer, side = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), t) for t in stage[1:3])
@@ -215,17 +199,13 @@ def check_microbatch(stage: Stage, x: Stream) -> None:
 
 
 def forward(stage: Stage, at: Turn, y: Traveling, kept: Any, place: jax.Array) -> tuple[Traveling, Any]:
-    """Runs the layers of this turn.
+    """Runs the layers of this turn; returns the output with the sums, and the saved values.
 
     Args:
-      stage: the layers.
-      at: the turn; a bubble writes only the last place of `kept`, which no turn reads.
+      at: the turn; a bubble writes only the last place of `kept`.
       y: the input of the first layer, and the sums before it.
       kept: from `empty_saved`; () if no backward pass follows.
       place: [], index of this turn in `kept`.
-
-    Returns:
-      The output of the last layer with the sums, and the saved values.
     """
     if not jax.tree.leaves(kept):
         return _run(stage, at, y, None, kept, place)
@@ -258,18 +238,13 @@ def _run(
 def backward(
     stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Traveling, grads: Grads
 ) -> tuple[Traveling, Grads]:
-    """Runs the backward pass of the layers of this turn.
+    """Runs the backward pass of this turn; returns the gradient of its input, and the new sums.
 
     Args:
-      stage: the layers.
       at: the turn; in a bubble the gradients do not change.
-      kept: values saved by `forward`, of all turns.
-      place: [], index of this turn in `kept`.
-      dy: the gradient of the output of the last layer, and of the sums.
-      grads: gradients summed so far.
-
-    Returns:
-      The gradient of the input of the first layer with that of the sums, and the sums of gradients.
+      kept, place: from `forward`, and the index of this turn in it, [].
+      dy: the gradient of the output, and of the sums.
+      grads: summed so far.
     """
     saving, side = stage.residuals(dy.x), stage.side(at)
     if stage.schedule.save == "stage":  # the layers run again first, and save in place 0 what `remat` names
@@ -291,9 +266,9 @@ def backward(
 
 
 def empty_deferred(stage: Stage, x: Stream) -> Any:
-    """Allocates arrays for the values that wait for the gradients of matrices, of S turns with microbatches like `x`.
+    """Allocates arrays for values that wait for the gradients of matrices, leaves [k, S, ...].
 
-    Leaves are [k, S, ...]. Returns () if the schedule computes all gradients in the backward pass.
+    Returns () if the schedule computes all gradients in the backward pass.
     """
     if "W" not in stage.schedule.starts(1):
         return ()
@@ -303,15 +278,11 @@ def empty_deferred(stage: Stage, x: Stream) -> Any:
 def backward_of_inputs(
     stage: Stage, at: Turn, kept: Any, place: jax.Array, dy: Traveling, grads: Grads, waiting: Any, to: jax.Array
 ) -> tuple[Traveling, Grads, Any]:
-    """Runs the backward pass of the layers of this turn without the gradients of matrices.
+    """Runs `backward` without the gradients of matrices; also returns the values that wait.
 
     Args:
       stage, at, kept, place, dy, grads: as in `backward`.
-      waiting: from `empty_deferred`.
-      to: [], the place of this turn in `waiting`. A bubble overwrites it, when no value there is needed.
-
-    Returns:
-      As `backward`, and the values that wait.
+      waiting, to: from `empty_deferred`, and the place of this turn in it, [].
     """
     split, side = stage.deferred(dy.x), stage.side(at)
 
@@ -334,9 +305,8 @@ def weights(
 
     Args:
       stage, at, kept, place, grads: as in `backward`.
-      x: a tree with the shapes of the input of a layer; its values are not used.
-      waiting: from `backward_of_inputs`.
-      to: [], the place of this turn in `waiting`.
+      x: a tree with the shapes of the input of a layer.
+      waiting, to: as in `backward_of_inputs`.
     """
     split, side = stage.deferred(x), stage.side(at)
 
@@ -352,14 +322,7 @@ def weights(
 
 
 def _add(stage: Stage, at: Turn, i: int, grads: Grads, dw: list) -> Grads:
-    """Adds the gradients of the i-th layer of this turn; returns the new sums.
-
-    Args:
-      stage, at: the layers and the turn; in a bubble nothing is added.
-      i: the layer, from 0 to k - 1.
-      grads: gradients summed so far.
-      dw: gradients of the layer; None in place of a gradient that another pass adds.
-    """
+    """Adds the gradients of the i-th layer, unless it is padding or the turn a bubble."""
     real, repeats = stage.real(at, i), grads.repeats
     counts = at.valid if real is True else at.valid & real
 
@@ -380,7 +343,6 @@ def _add(stage: Stage, at: Turn, i: int, grads: Grads, dw: list) -> Grads:
 
 
 def _switch(stage: Stage, at: Turn, i: jax.Array | int, kinds: tuple[Kind, ...], run: Callable, *operands: Any) -> Any:
-    """Returns `run(kind, *operands)` with the kind of the i-th layer of this turn, which is one of `kinds`."""
     if len(kinds) == 1:
         return run(kinds[0], *operands)
     places = jnp.asarray([kinds.index(kind) if kind in kinds else 0 for kind in stage.fn.kinds])
@@ -393,11 +355,10 @@ def _if(condition: jax.Array | bool, yes: Any, no: Any) -> Any:
 
 
 def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
-    """Allocates arrays for what `places` turns save, each of a microbatch like `x`; () if no backward pass follows.
+    """Allocates arrays for what `places` turns save; () if no backward pass follows.
 
-    Leaves are [k, places + 1, ...] with `save="layers"`, and [1, places + 1, b, ...] with `save="stage"`.
-
-    The last place is written in bubbles, which is cheaper than restoring the previous value of another place.
+    Leaves are [k, places + 1, ...] with `save="layers"`, and [1, places + 1, b, ...] with `save="stage"`. Bubbles write
+    the last place.
     """
     if stage.trained is None:
         return ()
@@ -414,15 +375,12 @@ def _allocate(stage: Stage, like: Any, layers: int, places: int) -> Any:
 
 
 def _row_major(tree: Any) -> Any:
-    """Returns arrays in row-major layout, in which they were written.
-
-    Otherwise the compiler copies all that is saved to the layout of products at every tick.
-    """
+    """Returns arrays in row-major layout; otherwise the compiler copies all that is saved at every tick."""
     return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), tree)
 
 
 def zero_grads(stage: Stage) -> Grads:
-    """Returns gradients of zero; `Grads.repeats` is uninitialized, because each entry is written before it is used."""
+    """Returns gradients of zero; `Grads.repeats` must be written before it is read."""
     assert stage.trained is not None
     one = [a[0] for a in stage.trained.pick(stage.layers.params)]
     sums = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), (one,) * stage.depth)
@@ -458,8 +416,6 @@ def put_tree(tree: Any, values: Any, *index: jax.Array | int) -> Any:
 def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int) -> Any:
     """Returns the result of `put_tree` if the condition holds, else `tree`.
 
-    Only the entry is selected, so that XLA can write it in place.
-
     Args:
       condition: [], bool.
       tree, values, *index: as in `put_tree`.
@@ -468,7 +424,7 @@ def put_if(condition: jax.Array, tree: Any, values: Any, *index: jax.Array | int
 
 
 def send(stage: Stage, tree: Any, *, toward: int) -> Any:
-    """Sends a tree to the next (+1) or previous (-1) stage of the ring; returns the tree from the other neighbor."""
+    """Sends a tree to the next (+1) or previous (-1) stage of the ring; returns what arrives."""
     stages = jax.lax.axis_size(STAGE)
     pairs = [(i, (i + toward) % stages) for i in range(stages)]
     return jax.tree.map(functools.partial(_permuted, stage, pairs=pairs), tree)
@@ -480,10 +436,7 @@ def broadcast(stage: Stage, tree: Any, *, source: int) -> Any:
 
 
 def _broadcast(stage: Stage, x: jax.Array, *, source: int) -> jax.Array:
-    """Broadcasts one array; the number of stages that have it doubles in every step.
-
-    A sum with zeros elsewhere would cost arithmetic, and XLA cannot compile it for CPUs in bfloat16.
-    """
+    """The number of stages that have the array doubles in every step."""
     stages, have = jax.lax.axis_size(STAGE), 1
     offset = (jax.lax.axis_index(STAGE) - source) % stages
     while have < stages:
@@ -495,12 +448,7 @@ def _broadcast(stage: Stage, x: jax.Array, *, source: int) -> jax.Array:
 
 
 def _permuted(stage: Stage, x: jax.Array, *, pairs: list[tuple[int, int]]) -> jax.Array:
-    """Sends an array between stages.
-
-    The chips of a stage that compute on the same rows, such as those of `tensor`, have equal values. Between slices,
-    whose network is slow, each sends a part of the array, which is then gathered inside the slice (Narayanan et al.
-    2021, section 4.1, "scatter/gather").
-    """
+    """Between slices, each chip sends a part, which is gathered inside the slice (Narayanan et al. 2021, 4.1)."""
     sizes = jax.sharding.get_abstract_mesh().shape
     axes = tuple(axis for axis in sizes if axis in logical.automatic_axes() and sizes[axis] > 1)
     parts = math.prod(sizes[axis] for axis in axes)

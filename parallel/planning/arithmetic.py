@@ -1,19 +1,14 @@
 """Estimates a chip's HBM and time per step for a layout by arithmetic, without a compiler.
 
-Parameters and optimizer state are counted from their shapes and the strategy's tables. The rest is a model, good enough
-to choose which layouts to compile. Printed figures are labeled as arithmetic:
-
-    peak        state, batch and activations that layers save, and the larger of
-                  at the end of the forward pass: logits with their gradient, other arrays that the backward pass needs,
-                    accumulated gradients, and in a pipeline the gathered weights
-                  in the backward pass of a layer: gradients, gathered weights, and what one layer computes
-    compute     FLOPs of matrix products, with recomputation and pipeline bubbles / 80 % of the chip's peak,
-                plus the time to read and write the state once (in a pipeline also saved values and gradients)
-    kernels     FLOPs of Pallas kernels, such as attention / 40 % of the chip's peak
-    traffic     gathers of weights, reductions of gradients, sums of tensor parallel products, keys and values between
-                chips that share a row, activations between stages / the bandwidth of their mesh axes
-
-`docs/results/arithmetic.md` compares it with the compiler's figures.
+peak        state, batch and activations that layers save, and the larger of
+              at the end of the forward pass: logits with their gradient, other arrays that the backward pass needs,
+                accumulated gradients, and in a pipeline the gathered weights
+              in the backward pass of a layer: gradients, gathered weights, and what one layer computes
+compute     FLOPs of matrix products, with recomputation and pipeline bubbles / 80 % of the chip's peak,
+            plus the time to read and write the state once (in a pipeline also saved values and gradients)
+kernels     FLOPs of Pallas kernels, such as attention / 40 % of the chip's peak
+traffic     gathers of weights, reductions of gradients, sums of tensor parallel products, keys and values between
+            chips that share a row, activations between stages / the bandwidth of their mesh axes
 """
 
 import math
@@ -51,9 +46,8 @@ class Estimate(NamedTuple):
 
     Attributes:
       hbm: bytes of HBM in use at the peak, by kind.
-      time: time of the step.
-      bubble: share of a pipeline's time in bubbles or on layers of padding; 0 without a pipeline.
-      host_bytes: bytes of activations that a chip keeps in the memory of its host.
+      bubble: share of a pipeline's time in bubbles or on padding; 0 without a pipeline.
+      host_bytes: activations that a chip keeps on its host.
     """
 
     hbm: Mapping[str, float]
@@ -77,14 +71,15 @@ def estimate(sharded: ShardedState, step: Step) -> Estimate:
 
 
 def product_flops(sharded: ShardedState, step: Step) -> float:
-    """Returns the FLOPs of a chip's matrix products in a step, with recomputation and bubbles, without kernels."""
+    """Returns the FLOPs of a chip's matrix products in a step, without kernels."""
     return _computed(sharded, step, _work(sharded, step))[0]
 
 
 def place(program: Program) -> tuple[ShardedState, Step]:
     """Traces a bound program's model; returns the arguments of `estimate` and `product_flops`.
 
-    Raises Refused if slice, model and tables do not fit together.
+    Raises:
+      Refused: slice, model and tables do not fit together.
     """
     step, bound = step_of(program), program.partitioner
     trace = model_trace.trace(
@@ -101,10 +96,6 @@ def place(program: Program) -> tuple[ShardedState, Step]:
 
 
 def _work(sharded: ShardedState, step: Step) -> Work:
-    """Returns the work of a step for one row.
-
-    In a pipeline it includes layers of padding and, if stages save only their input, their second forward pass.
-    """
     trace, schedule = sharded.trace, sharded.tables.pipeline
     work = trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
     if schedule is None:
@@ -118,10 +109,6 @@ def _work(sharded: ShardedState, step: Step) -> Work:
 
 
 def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, float]:
-    """Returns the FLOPs of a chip's matrix products in a step, and those of its kernels.
-
-    The bubbles of a pipeline are included, because chips compute meaningless values in them.
-    """
     schedule, rows = sharded.tables.pipeline, step.batch_size / sharded.trace.slice.devices
     if schedule is None:
         return work.flops * rows, work.kernel_flops * rows
@@ -133,7 +120,7 @@ def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, flo
 
 
 def _in_flight(sharded: ShardedState) -> float:
-    """Returns the largest share of a batch whose saved values a stage holds at a time; 1 without a pipeline."""
+    """Returns the largest share of a batch whose saved values a stage holds at a time."""
     schedule = sharded.tables.pipeline
     return schedule.kept(sharded.shape["stage"]) / schedule.turns if schedule else 1.0
 
@@ -163,7 +150,6 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
 
 
 def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
-    """Returns bytes in HBM of arrays saved for the backward pass: the sum of those of loops, and each other one's."""
     schedule = sharded.tables.pipeline
     others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1 and not k.on_host]
     if schedule is None:
@@ -186,10 +172,7 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
 
 
 def _waiting(sharded: ShardedState, rows: float) -> float:
-    """Estimates the bytes that a zero-bubble schedule keeps for the gradients of matrices.
-
-    They are what layers save with the choice of `remat` that recomputes least.
-    """
+    """Estimates what waits for the gradients of matrices: what layers save if `remat` recomputes least."""
     works = sharded.trace.works.values()
     least = min(work.flops for work in works)
     products = min((work for work in works if work.flops <= 1.01 * least), key=lambda work: work.row_bytes)
@@ -197,10 +180,6 @@ def _waiting(sharded: ShardedState, rows: float) -> float:
 
 
 def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[float]) -> float:
-    """Returns the bytes of arrays saved outside of loops, and of the gradient of the largest, usually the logits.
-
-    If the loss is computed in chunks, the logits of one chunk count, with a gradient of half their bytes.
-    """
     sizes = [_kept_bytes(sharded, k, rows) for k in work.kept if k.has_rows and "vocab" in k.axes.names]
     largest = max(sizes, default=0.0)
     if not work.chunk_bytes or largest <= work.chunk_bytes:
@@ -213,10 +192,6 @@ def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[flo
 
 
 def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
-    """Returns the bytes per chip of a saved array, with `rows` rows if it has rows.
-
-    An array without rows, such as a weight, is sharded as stored if `gathers_again`, and as computed otherwise.
-    """
     as_computed = kept.has_rows or not gathers_again
     table = sharded.tables.activation_rules if as_computed else sharded.tables.param_rules
     pieces = sharded.shards([name for name in kept.axes.names if name not in logical.STACKED], table)
@@ -224,16 +199,12 @@ def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again
 
 
 def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
-    """Returns the bytes that a chip saves in the memory of its host for a batch of `rows` rows."""
     stages = sharded.shape["stage"] if sharded.tables.pipeline else 1
     return sum(_kept_bytes(sharded, kept, rows) for kept in work.kept if kept.on_host) * sharded.padding / stages
 
 
 def _one_layer(sharded: ShardedState, rows: float) -> float:
-    """Estimates the bytes of one layer's arrays in its backward pass.
-
-    They are what the layer saves with the choice of `remat` that saves most.
-    """
+    """Estimates one layer's arrays in its backward pass: what it saves if `remat` saves most."""
     everything = max(sharded.trace.works.values(), key=lambda work: work.row_bytes)
     return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.of_loops)
 
@@ -256,10 +227,7 @@ def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
 
 
 def _moved(sharded: ShardedState, step: Step, work: Work) -> float:
-    """Returns bytes of HBM that a pipeline reads and writes besides those of products: saved values, sums of gradients.
-
-    Returns 0 without a pipeline: PRODUCT_SHARE_OF_PEAK then allows for HBM traffic that products do not hide.
-    """
+    """Returns HBM bytes that a pipeline moves besides products; otherwise PRODUCT_SHARE_OF_PEAK allows for them."""
     schedule, stages = sharded.tables.pipeline, sharded.shape["stage"]
     if schedule is None:
         return 0.0
@@ -297,7 +265,6 @@ _Sent = Iterator[tuple[Collection[str], float]]
 
 
 def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
-    """Yields gathers of parameters, reductions of their gradients and, with padding, moves of layers to stages."""
     table, used = sharded.tables.param_rules, sharded.tables.activation_rules
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
     for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):
@@ -331,13 +298,11 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
 
 
 def _all_reduce(sharded: ShardedState, axes: Collection[str]) -> float:
-    """Returns the bytes that a chip sends to sum an array over mesh axes, as a multiple of the array's bytes."""
     n = sharded.degree(axes)
     return 2 * (n - 1) / n
 
 
 def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
-    """Returns whether an embedding's gradient is sent per looked-up row; if not, that of the whole table is reduced."""
     if sharded.tables.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
     split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in _LOOKED_UP]
@@ -346,11 +311,6 @@ def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
 
 
 def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
-    """Yields the traffic of an embedding's gradient that is sent per looked-up row (`models.derivatives.embedded`).
-
-    Of the mesh axes that shard the positions of a batch, those that also shard the table's columns exchange rows in an
-    all-to-all; those that also shard its vocabulary gather rows; over the others, pieces of the table are summed.
-    """
     split = mesh_axes(_LOOKUP_ROWS, sharded.tables.activation_rules)
     vocab, columns = (mesh_axes([name], sharded.tables.param_rules) for name in _LOOKED_UP)
     positions = step.batch_size * sharded.trace.length
@@ -367,7 +327,6 @@ def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
 
 
 def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
-    """Yields sums of tensor parallel products, keys and values between chips that share a row, rows between stages."""
     used, trace, schedule = sharded.tables.activation_rules, sharded.trace, sharded.tables.pipeline
     rows = step.batch_size / sharded.shards(["batch"], used) / sharded.shape["stage"]
     pieces = sharded.shards(["length"], used)
@@ -386,7 +345,7 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
 
 
 def check_fits(found: Estimate, slice: Slice) -> None:
-    """Raises Refused if the estimate exceeds REFUSED_FROM x a chip's usable HBM, or its share of the host's memory."""
+    """Raises Refused if the estimate exceeds REFUSED_FROM x a chip's HBM, or its share of host memory."""
     of_host = slice.chip.host_memory_bytes
     if found.host_bytes > of_host:
         raise Refused(

@@ -1,9 +1,7 @@
 """Reads the compiler's buffer assignment and attributes the HBM in use at the peak to values.
 
 Two of the files that `xla_dump_to` writes are read: the locations of values (`…buffer-assignment.txt`), and the
-instructions between which each is live (`…live-range.txt`). Values share memory, one after another and as aliases, so
-their sizes cannot be added up. Instead the bytes that temporaries occupy are measured at each instruction, and at the
-peak each byte is attributed to one of them. Lines of the first file:
+instructions between which each is live (`…live-range.txt`). Lines of the first file:
 
     allocation 215: size 2510701056, preallocated-temp:
      value: <2750 fusion.18 @0> (size=1441792,offset=201719808): bf16[1,256,2816]{2,1,0:T(8,128)(2,1)}
@@ -31,10 +29,8 @@ class Value(NamedTuple):
     """A temporary value in HBM.
 
     Attributes:
-      name: name of the instruction that makes it.
-      array: its shape and dtype; None for a tuple of pointers.
-      size: bytes.
-      offset: bytes from the beginning of the memory of temporaries.
+      array: None for a tuple of pointers.
+      size, offset: bytes; the offset is from the beginning of the memory of temporaries.
       first, last: numbers of the first and last instruction during which it is live.
     """
 
@@ -47,19 +43,14 @@ class Value(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The arguments and temporaries of a program in HBM.
-
-    Attributes:
-      arguments: bytes of each argument, by number of the entry parameter.
-      values: the temporaries that have a live range.
-    """
+    """A program's arguments (bytes by number of the entry parameter) and temporaries in HBM."""
 
     arguments: dict[int, int]
     values: list[Value]
 
 
 def read(folder: Path) -> Buffers:
-    """Reads the buffers of a program from the folder that was its `xla_dump_to`; of several files, the largest.
+    """Reads the buffers of a program from the folder that was its `xla_dump_to`.
 
     Raises:
       FileNotFoundError: a file is missing or empty.
@@ -74,7 +65,7 @@ def read(folder: Path) -> Buffers:
 
 
 def parse(assignment: str, live_ranges: str) -> Buffers:
-    """Parses the texts of the two files that `read` finds: of the buffer assignment, and of the live ranges."""
+    """Parses the texts of a buffer assignment and of its live ranges."""
     lives = {
         (found["name"], found["index"].strip("{}")): (int(found["first"]), int(found["last"]))
         for line in live_ranges.partition("BufferLiveRange:")[2].partition("Live ranges at")[0].splitlines()
@@ -102,11 +93,7 @@ def parse(assignment: str, live_ranges: str) -> Buffers:
 
 
 def fullest(values: Sequence[Value]) -> list[tuple[Value, int]]:
-    """Returns the temporaries at the peak, each with the bytes attributed to it, most bytes first.
-
-    The peak is the instruction at which temporaries occupy most bytes. Temporaries that only share the memory of larger
-    ones have no bytes attributed to them, and are left out.
-    """
+    """Returns the temporaries at the peak, each with the bytes attributed to it."""
     by_first = sorted(values, key=lambda value: value.first)
     firsts = [value.first for value in by_first]
 
@@ -127,7 +114,6 @@ def _in_use(values: Sequence[Value]) -> int:
 
 
 def _attributed(values: Sequence[Value]) -> Iterator[tuple[Value, int]]:
-    """Attributes each byte to the largest value that covers it; of equally large ones, to the first to be live."""
     taken: list[tuple[int, int]] = []
     for value in sorted(values, key=lambda v: (-v.size, v.first)):
         free, start, stop = [], value.offset, value.offset + value.size

@@ -1,10 +1,7 @@
 """Compares predictions with published steps; the errors give every predicted time its interval.
 
-`published.json` lists training steps whose speed on TPUs is public. Each has an experiment file in `gin/published/`
-and, once compiled for the same slice (`tests/run.sh lab published --write`), the predicted seconds of its parts. A
-predicted time is `cost.StepTime.scheduled`; no constant of it is fitted. Its interval is this time multiplied by the
-5th and by the 95th percentile of published / predicted seconds. Where the published run's attention kernels do more
-work than Renga's, `kernel_work` is how many times as much, and `kernel_note` the reason.
+`published.json` lists training steps whose speed on TPUs is public. An interval is a predicted time multiplied by the
+5th and by the 95th percentile of published / predicted seconds.
 """
 
 import functools
@@ -27,10 +24,9 @@ class Error(NamedTuple):
     """The error of predicted seconds, over published steps.
 
     Attributes:
-      runs: number of published steps.
-      median, largest: median and maximum of |predicted / published - 1|.
+      median, largest: of |predicted / published - 1|.
       nine_in_ten: the error that at least nine in ten steps do not exceed.
-      shortest, longest: 5th and 95th percentile of published over predicted seconds.
+      shortest, longest: 5th and 95th percentile of published / predicted seconds.
     """
 
     runs: int
@@ -42,11 +38,7 @@ class Error(NamedTuple):
 
 
 def label(*, libtpu: str | None = None) -> str:
-    """Returns the label of a prediction, such as `compiled by libtpu 0.0.42.1; intervals from 25 published steps`.
-
-    Args:
-      libtpu: version that compiled the step; None for the installed one.
-    """
+    """Returns the label of a prediction, such as `compiled by libtpu 0.0.42.1; intervals from 25 published steps`."""
     found = known_error()
     compiled = f"compiled by libtpu {libtpu or versions.version('libtpu')}"
     if found is None:
@@ -55,10 +47,7 @@ def label(*, libtpu: str | None = None) -> str:
 
 
 def interval(seconds: float) -> tuple[float, float]:
-    """Returns the least and the most seconds expected of a step that is predicted to take `seconds`.
-
-    Both are `seconds` if no published step has been compiled.
-    """
+    """Returns the least and the most seconds expected of a step of predicted `seconds`."""
     found = known_error()
     return (seconds, seconds) if found is None else (found.shortest * seconds, found.longest * seconds)
 
@@ -70,7 +59,7 @@ def known_error() -> Error | None:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Returns the steps of `published.json`; those that have been compiled have the key `predicted`."""
+    """Returns the steps of `published.json`; compiled ones have the key `predicted`."""
     return json.loads(FILE.read_text())
 
 
@@ -93,25 +82,22 @@ def error(published: Sequence[PublishedRun]) -> Error | None:
 
 
 def ratio(row: PublishedRun) -> float:
-    """Returns the published seconds of a step that has been compiled, divided by the predicted ones."""
+    """Returns the published seconds of a compiled step, divided by the predicted ones."""
     return published_seconds(row) / predicted_seconds(row)
 
 
 def published_seconds(row: PublishedRun) -> float:
-    """Returns the published seconds of a step that has been compiled."""
+    """Returns the published seconds of a compiled step."""
     return row["predicted"]["tokens_per_step"] / slices.get(row["slice"]).chips / row["tokens_per_second_per_chip"]
 
 
 def predicted_seconds(row: PublishedRun) -> float:
-    """Returns the predicted seconds of a step that has been compiled."""
+    """Returns the predicted seconds of a compiled step."""
     return step_time(row).scheduled
 
 
 def step_time(row: PublishedRun) -> StepTime:
-    """Returns the predicted time of a published step that has been compiled (has `predicted`).
-
-    Traffic is by network, without mesh axes and bytes. The time of kernels is multiplied by `kernel_work`, if given.
-    """
+    """Returns the predicted time of a compiled step, without mesh axes and bytes of its traffic."""
     found = row["predicted"]
     kernels = found["kernels"] * row.get("kernel_work", 1)
     traffic = (AxisTime((), network, part["all"], part["beside"], 0) for network, part in found["traffic"].items())
@@ -119,7 +105,6 @@ def step_time(row: PublishedRun) -> StepTime:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the quantile `share` (0 to 1) of ascending values, interpolated linearly between neighbors."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)

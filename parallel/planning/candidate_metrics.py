@@ -1,7 +1,6 @@
 """The metrics of one candidate layout, from a compiled step or from arithmetic.
 
-A `Range` has two values: that of the faster case, then that of the slower one. For a compiled step, the cases are the
-ends of the interval of `planning.calibration`. For arithmetic, all traffic or none is hidden behind computation.
+A `Range` has two values: that of the faster case, then that of the slower one.
 """
 
 import dataclasses
@@ -19,16 +18,10 @@ class CandidateMetrics:
     """The metrics of a candidate.
 
     Attributes:
-      slice: the slice to train on.
-      name: text for tables, such as `fsdp: fsdp 16, remat full`.
-      rows: rows of a global batch.
-      tokens: tokens of a global batch.
-      steps: steps of the whole run.
-      flops: FLOPs of the model in a step, without recomputation; None if the model does not count them.
-      used_bytes: bytes of a chip's HBM in use at the peak.
-      time: time of a step.
-      bubble: idle share of a pipeline's time, 0 to 1 (by arithmetic it includes layers of padding); 0 without one.
-      compile_seconds: time to compile; None if `time` and `used_bytes` are estimated by arithmetic.
+      name: such as `fsdp: fsdp 16, remat full`.
+      flops: FLOPs of the model in a step, without recomputation; None if unknown.
+      bubble: idle share of a pipeline's time, 0 to 1.
+      compile_seconds: None if the metrics are from arithmetic.
       is_as_written: whether the candidate is the experiment as written.
     """
 
@@ -46,36 +39,30 @@ class CandidateMetrics:
 
     @property
     def free_bytes(self) -> float:
-        """Bytes of a chip's usable HBM that are free at the peak; negative if the step needs more."""
+        """Bytes of a chip's usable HBM that are free at the peak; may be negative."""
         return self.slice.chip.usable_hbm_bytes - self.used_bytes
 
     @property
     def step_seconds(self) -> Range:
-        """Seconds per step: the least and the most that are expected."""
+        """Seconds per step."""
         if self.compile_seconds is None:
             return self.time.hidden, self.time.exposed
         return calibration.interval(self.time.scheduled)
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Predicted seconds per step, in which only traffic that the compiler overlapped is hidden.
-
-        None if the step was not compiled.
-        """
+        """Predicted seconds per step; None if the step was not compiled."""
         return None if self.compile_seconds is None else self.time.scheduled
 
     @property
     def tokens_per_second(self) -> Range:
-        """Tokens per second of the whole slice: the most and the least that are expected."""
+        """Tokens per second of the whole slice."""
         fast, slow = self.step_seconds
         return self.tokens / fast, self.tokens / slow
 
     @property
     def mfu(self) -> Range | None:
-        """Model FLOPs utilization, 0 to 1, the largest first; None if the model does not count its FLOPs.
-
-        Raises UserError if it exceeds 1.
-        """
+        """Model FLOPs utilization, 0 to 1; None without `flops`."""
         if not self.flops:
             return None
         fast, slow = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
@@ -83,12 +70,12 @@ class CandidateMetrics:
 
     @property
     def hours(self) -> Range:
-        """Hours of the whole run: the least and the most that are expected."""
+        """Hours of the whole run."""
         fast, slow = self.step_seconds
         return fast * self.steps / 3600, slow * self.steps / 3600
 
     def as_json(self) -> dict[str, Any]:
-        """Returns figures of the candidate, and the parts of its step's time, as JSON values."""
+        """Returns figures of the candidate as JSON values."""
         names = (
             *("name", "rows", "used_bytes", "free_bytes", "step_seconds", "scheduled_seconds", "tokens_per_second"),
             *("mfu", "hours", "bubble", "compile_seconds", "is_as_written"),
@@ -97,12 +84,9 @@ class CandidateMetrics:
 
 
 def between(pair: Range, form: str, factor: float = 1) -> str:
-    """Formats a range with the smaller number first, such as `0.61 – 0.94`; as one number if both look alike.
+    """Formats a range with the smaller number first, such as `0.61 – 0.94`.
 
-    Args:
-      pair: the range.
-      form: format string for a number, such as `{:.2f}`.
-      factor: multiplies both numbers.
+    `form` is a format string such as `{:.2f}`; `factor` multiplies both numbers.
     """
     low, high = (form.format(value * factor) for value in sorted(pair))
     return low if low == high else f"{low} – {high}"

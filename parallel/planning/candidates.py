@@ -1,9 +1,4 @@
-"""Enumerates the candidates of a plan: the layouts of a slice, with choices that trade memory for time.
-
-Strategies and choices of rematerialization are found, not listed. A strategy is tried if it is in `strategies.__all__`
-and requires no parameters but degrees. A choice of `remat` is tried if the model lists and accepts it, and it saves
-nothing on the host or is the model's own. Schedules are listed below, by their arguments.
-"""
+"""Enumerates the candidates of a plan: the layouts of a slice, with choices that trade memory for time."""
 
 import dataclasses
 import difflib
@@ -36,12 +31,7 @@ _MICROBATCHES_PER_STAGE = (1, 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A pipeline schedule: its constructor and arguments.
-
-    Attributes:
-      constructor: name of a function of `parallel.pipeline.schedules`.
-      arguments: its arguments, as pairs of name and value.
-    """
+    """A pipeline schedule: name of its constructor, and pairs of argument and value."""
 
     constructor: str
     arguments: tuple[tuple[str, int | str], ...]
@@ -53,14 +43,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A strategy: its constructor and degrees.
+    """A strategy: a function of `parallel.strategies`, and degrees.
 
     Attributes:
-      constructor: name of a function of `parallel.strategies`.
-      degrees: pairs of a mesh axis (or `slices`) and its degree, for each degree that the constructor takes; -1 stands
-        for all devices that the other axes leave.
+      degrees: pairs of a mesh axis (or `slices`) and its degree; -1 stands for all remaining devices.
       choice: the schedule of a pipeline; None for other strategies.
-      ring: whether keys and values travel around a ring (`strategies.context`) instead of being gathered.
+      ring: whether keys and values travel around a ring instead of being gathered.
     """
 
     constructor: str
@@ -85,10 +73,9 @@ class Candidate:
     """One configuration that a plan may try.
 
     Attributes:
-      layout: the strategy; None for the experiment's own.
-      remat: choice of rematerialization; None if the model offers no choice.
-      accum_steps: number of microbatches over which a step accumulates gradients.
-      batch_size: rows of a global batch.
+      layout: None for the experiment's own strategy.
+      remat: None if the model offers no choice.
+      accum_steps: microbatches over which a step accumulates gradients.
     """
 
     layout: Layout | None
@@ -99,8 +86,7 @@ class Candidate:
     def name(self, mesh: str) -> str:
         """Returns a short name, such as `fsdp_tensor: fsdp 4 x tensor 4, remat full, accum 2`.
 
-        Args:
-          mesh: the degrees of the mesh as text, here `fsdp 4 x tensor 4`; may be empty.
+        `mesh` is its part `fsdp 4 x tensor 4`; it may be empty.
         """
         layout = self.layout
         parts = [f"{layout.constructor if layout else 'as written'}: {mesh}".removesuffix(": ")]
@@ -121,19 +107,15 @@ class Candidate:
 def layouts(
     slice: Slice, *, only: Sequence[str] = (), has_experts: bool = True, has_long_rows: bool = False
 ) -> list[Layout]:
-    """Returns the layouts to try on a slice: strategies with combinations of degrees and, for pipelines, schedules.
-
-    Of layouts that do the same on this slice, one is returned.
+    """Returns the layouts to try on a slice, without duplicates.
 
     Args:
-      slice: the slice to train on.
       only: names of constructors; empty for all.
-      has_experts: whether the model has experts. If not, strategies that shard experts are tried only if named.
-      has_long_rows: whether to also try rings of keys (`Layout.ring`), from which rows shorter than `LONG_ROW` gain
-        little.
+      has_experts: if false, strategies that shard experts are tried only if named.
+      has_long_rows: whether to also try `Layout.ring`.
 
     Raises:
-      UserError: a name in `only` is not that of a strategy that a plan can try.
+      UserError: a plan cannot try a strategy in `only`.
     """
     require_known(only)
     known = _known()
@@ -150,7 +132,7 @@ def layouts(
 
 
 def require_known(only: Sequence[str]) -> None:
-    """Raises UserError if one of these names is not a strategy that a plan can try."""
+    """Raises UserError if a plan cannot try one of these strategies."""
     known = _known()
     for name in only:
         if name not in known:
@@ -160,7 +142,6 @@ def require_known(only: Sequence[str]) -> None:
 
 
 def _known() -> dict[str, dict[str, int | None]]:
-    """Returns, for each strategy that a plan can try, the default of each of its degrees (`_parameters`)."""
     return {name: degrees for name in strategies.__all__ if (degrees := _parameters(name)) is not None}
 
 
@@ -169,10 +150,7 @@ def _has_ring(name: str) -> bool:
 
 
 def _parameters(name: str) -> dict[str, int | None] | None:
-    """Returns the default of each degree of a strategy (None for a required one), by name.
-
-    Returns None if `name` is not that of a strategy, or the strategy requires another parameter.
-    """
+    """Returns the default of each degree (None: required); None if a plan cannot try the strategy."""
     if name in _NOT_STRATEGIES:
         return None
     degrees: dict[str, int | None] = {}
@@ -186,11 +164,6 @@ def _parameters(name: str) -> dict[str, int | None] | None:
 
 
 def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yields combinations of degrees that divide the devices of a slice.
-
-    An axis whose default is -1 keeps it. Others get each divisor above 1; also 1 if that is the default, or if the
-    strategy spans several slices. Yields nothing for a strategy that needs several slices if there is one.
-    """
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
         return  # a strategy for several slices
     divisors = [n for n in range(2, slice.devices_per_slice + 1) if slice.devices_per_slice % n == 0]
@@ -222,10 +195,6 @@ def _choices(name: str, degrees: Mapping[str, int], slice: Slice) -> Sequence[Ch
 
 
 def _what_it_is(tables: Strategy, slice: Slice) -> Any:
-    """Returns a key that is equal for strategies that do the same on this slice.
-
-    Mesh axes of degree 1 in the tables make no difference.
-    """
     try:
         shape = strategy.resolve(tables, slice)
     except UserError:
@@ -246,11 +215,7 @@ def remat_of(model: Model) -> str | None:
 
 
 def remats(model: Model) -> list[str | None]:
-    """Returns the choices of `remat` that the model lists and accepts, and its own; [None] if it offers no choice.
-
-    Others that save arrays on the host are left out, because their predicted time depends on an assumed bandwidth
-    (`links.PCIE_BYTES_PER_SECOND`).
-    """
+    """Returns the choices of `remat` to try, and the model's own; [None] if it offers no choice."""
     if (owner := wrappers.field_owner(model, "remat")) is None:
         return [None]
     home = sys.modules[type(owner).__module__]
@@ -273,24 +238,18 @@ def _accepts(model: Any, remat: str) -> bool:
 
 
 def accumulations(rows_per_group: int) -> list[int]:
-    """Returns the values of `accum_steps` to try: the powers of two, from 1, that divide `rows_per_group`.
-
-    A group consists of chips that have the same rows.
-    """
+    """Returns the values of `accum_steps` to try, powers of two."""
     return [2**n for n in range(max(rows_per_group, 1).bit_length()) if rows_per_group % 2**n == 0]
 
 
 def candidates(
     layouts: Sequence[Layout | None], *, own: Strategy, slice: Slice, model: Model, batch_sizes: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Yields the candidates of each layout and batch size: choices of `remat` and, without a pipeline, `accum_steps`.
+    """Yields the candidates of each layout and batch size.
 
     Args:
-      layouts: layouts to try; None is the experiment's own strategy.
-      own: the experiment's own strategy.
-      slice: the slice to train on.
-      model: the model; its choices of `remat` are tried.
-      batch_sizes: batch sizes to try, in rows of a global batch.
+      layouts: None is the experiment's own strategy, `own`.
+      batch_sizes: in rows of a global batch.
     """
     offered = remats(model)
     for layout, batch_size in itertools.product(layouts, batch_sizes):

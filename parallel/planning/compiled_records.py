@@ -1,4 +1,4 @@
-"""Compiles a program for its slice, in this process, and makes the record of the compiler's results."""
+"""Compiles a program for its slice, and makes the record of the compiler's results."""
 
 import time
 
@@ -12,18 +12,15 @@ from parallel.planning.records import Record
 
 
 def made_with() -> dict[str, str]:
-    """Returns the versions of jax, jaxlib and libtpu, the digest of Renga's sources and the git revision, by name."""
+    """Returns versions of jax, jaxlib and libtpu, the digest of Renga's sources and the git revision."""
     installed = versions.installed(versions.COMPILER)
     return {**installed, "sources": records.sources_digest(), "revision": versions.git_revision()}
 
 
 def record(bound: Program) -> Record:
-    """Compiles a program whose devices are `compiling.devices_of(slice)`, and returns the record.
+    """Compiles a program for its slice, and returns the record.
 
-    The record's status is TOO_MUCH if the step does not fit into HBM.
-
-    Raises:
-      UserError: the compiler does not know one of the options.
+    Its status is TOO_MUCH if the step does not fit into HBM.
     """
     made = {**made_with(), "program": compiling.trace_digest(bound)}
     started = time.perf_counter()

@@ -8,9 +8,7 @@
     scheduled  compute + kernels + traffic - traffic that the compiled schedule overlaps with computation
     exposed    compute + kernels + traffic
 
-No constant is fitted; their sources are beside them. `planning.calibration` compares predictions with published
-measurements. `optimal_seconds` and `cost_analysis()` are not used because they count the body of a loop once. Not
-modeled: latency, input, and work of hosts between steps.
+Not modeled: latency, input, and work of hosts between steps.
 """
 
 from __future__ import annotations
@@ -51,12 +49,11 @@ class AxisTime(NamedTuple):
     """The traffic of a step over the same mesh axes and network.
 
     Attributes:
-      axes: mesh axes, or `host` for copies between a chip and its host.
-      network: "ICI", "DCN", or "PCIe" to and from the host.
-      seconds: time of the traffic if nothing overlaps it.
-      beside: seconds that the compiled schedule overlaps with computation, at most the time of that computation; 0 by
-        arithmetic.
-      wire_bytes: bytes that one chip sends, and over PCIe also receives; 0 if not known.
+      axes: mesh axes, or `host`.
+      network: "ICI", "DCN", or "PCIe".
+      seconds: if nothing overlaps it.
+      beside: seconds that the compiled schedule overlaps with computation.
+      wire_bytes: sent by one chip, and over PCIe also received; 0 if not known.
     """
 
     axes: tuple[str, ...]
@@ -70,10 +67,9 @@ class StepTime(NamedTuple):
     """Seconds of one training step.
 
     Attributes:
-      compute: computation besides kernels, as estimated by the compiler or by `planning.arithmetic`.
+      compute: computation besides kernels.
       kernels: attention kernels and grouped products.
-      traffic: traffic by mesh axes and network.
-      unpriced: operations without an estimate: unknown kernels, and loops of unknown trip count (counted once).
+      unpriced: unknown kernels, and loops of unknown trip count (counted once).
     """
 
     compute: float
@@ -88,7 +84,7 @@ class StepTime(NamedTuple):
 
     @property
     def traffic_seconds(self) -> float:
-        """Seconds of all traffic, one collective after the other."""
+        """Seconds of all traffic."""
         return sum(axis.seconds for axis in self.traffic)
 
     @property
@@ -103,12 +99,12 @@ class StepTime(NamedTuple):
 
     @property
     def scheduled(self) -> float:
-        """Seconds of a step if only the traffic that the compiler overlapped with computation is hidden."""
+        """Seconds of a step if the traffic that the compiler overlapped with computation is hidden."""
         beside = min(self.busy, sum(axis.beside for axis in self.traffic))
         return self.exposed - beside
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values; times are in seconds."""
+        """Returns the fields as JSON values."""
         return {**self._asdict(), "traffic": [axis._asdict() for axis in self.traffic]}
 
     @classmethod
@@ -119,12 +115,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(found: Analysis, bound: Program) -> StepTime:
-    """Predicts the time of a compiled step.
-
-    Args:
-      found: `analysis.analyze(bound)`.
-      bound: the program, bound to the chips of its slice.
-    """
+    """Predicts the time of a compiled step; `found` is `analysis.analyze(bound)`."""
     slice_ = bound.partitioner.slice
     priced = [(kernel, kernel_flops(kernel)) for kernel in found.costs.kernels]
     unknown = [f"kernel {kernel.name} x {kernel.times}" for kernel, flops in priced if flops is None]
@@ -138,10 +129,9 @@ def step_time(found: Analysis, bound: Program) -> StepTime:
 
 
 def kernel_flops(kernel: Kernel) -> float | None:
-    """Returns the FLOPs of all executions of a kernel in a step, from its shapes, or None for an unknown kernel.
+    """Returns the FLOPs of a kernel in a step, or None for an unknown kernel.
 
-    The compiler does not estimate Mosaic (Pallas) kernels. Attention is taken to be causal, on the chip that has the
-    last queries of a row, except between the full blocks of ring attention.
+    Attention is taken to be causal, except for full blocks of ring attention.
     """
     if kernel.name.partition(".")[0] in _GROUPED:
         return _grouped_flops(kernel)
@@ -162,11 +152,7 @@ def kernel_flops(kernel: Kernel) -> float | None:
 
 
 def _grouped_flops(kernel: Kernel) -> float:
-    """Returns the FLOPs of all executions of a grouped product, as if every row belonged to a group.
-
-    It multiplies each row of [S, D] with one of E matrices [D, F]. For the gradient of the matrices, [E, D, F], its
-    operands are [S, D] and [S, F].
-    """
+    """Returns FLOPs of [S, D] times one of E matrices [D, F] per row, or of the matrices' gradient."""
     rows = [dims for operand in kernel.operands if len(dims := _dimensions(operand, "bf16|f32")) == 2]
     (result,) = (_dimensions(array, "bf16|f32") for array in kernel.results)
     if len(result) == 3:
@@ -175,12 +161,7 @@ def _grouped_flops(kernel: Kernel) -> float:
 
 
 def _window_share(kernel: Kernel, queries: int, keys: int, *, by_keys: bool) -> float:
-    """Returns the share of the scores inside an attention window; 1 without a window.
-
-    The first operand lists the blocks to visit: [1, blocks of queries, visited blocks of keys] or, if `by_keys`,
-    [1, visited blocks of queries, blocks of keys]. The first and the last visited block count half. If all blocks are
-    visited, a window cannot be seen, and 1 is returned.
-    """
+    """Returns the share of scores inside a window, from the list of blocks to visit, the first operand."""
     if not (blocks := _dimensions(kernel.operands[0], r"s\d+")):
         return 1.0
     of, (visited, number) = (queries, blocks[1:]) if by_keys else (keys, blocks[:0:-1])
@@ -195,7 +176,7 @@ def _dimensions(array: str, dtypes: str) -> Sequence[int]:
 
 
 def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[AxisTime, ...]:
-    """Returns the time of a step's traffic by mesh axes and network, most seconds first, without entries of 0 bytes."""
+    """Returns the time of a step's traffic by mesh axes and network, most seconds first."""
     clock = CLOCK_HZ[links.slice.generation]
     totals: dict[tuple[tuple[str, ...], str], tuple[float, float, int]] = {}
     for each in collectives:

@@ -12,9 +12,9 @@ _REPETITIONS = 3
 
 
 def of_cpus(slice: Slice) -> float:
-    """Returns the FLOP/s of a product of float32 matrices on one device of this host, times the number of hosts.
+    """Returns the FLOP/s of a float32 product on one device of this host, times the number of hosts.
 
-    One device is measured because the devices of a host share its cores.
+    The devices of a host share its cores.
     """
     matrix = jax.device_put(jnp.ones((_SIZE, _SIZE), jnp.float32), jax.local_devices()[0])
     product = jax.jit(jnp.dot)

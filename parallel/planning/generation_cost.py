@@ -1,7 +1,4 @@
-"""Memory and predicted time of generation on a chip, from its programs as compiled for TPUs.
-
-Times follow `planning.cost`. A token takes at least the time to read the parameters and the KV cache from HBM.
-"""
+"""Memory and predicted time of generation on a chip, from its programs as compiled for TPUs."""
 
 import math
 import time
@@ -26,14 +23,10 @@ class GenerationCost(NamedTuple):
     """The cost of generation on one chip.
 
     Attributes:
-      rows: number of rows generated together.
-      slots: positions of the cache.
-      chunk: number of ids of each prompt that are processed together.
-      param_bytes, cache_bytes: bytes of the parameters and of the cache per chip.
-      chunk_memory, chunk_time: memory and predicted time of the program that processes a chunk of every prompt.
-      token_memory, token_time: memory and predicted time of the program that adds a token to every row.
+      chunk: ids of each prompt that are processed together.
+      chunk_memory, chunk_time: of the program that processes a chunk of every prompt.
+      token_memory, token_time: of the program that adds a token to every row.
       token_bound: seconds in which a chip reads its parameters and cache from HBM once.
-      warnings: warnings of the compiler.
     """
 
     rows: int
@@ -50,21 +43,18 @@ class GenerationCost(NamedTuple):
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """Predicted new tokens per second of all rows: with no traffic hidden, and with all of it hidden."""
+        """Predicted new tokens per second: with no traffic hidden, and with all of it."""
         slow, fast = (max(self.token_bound, s) for s in (self.token_time.exposed, self.token_time.hidden))
         return self.rows / slow, self.rows / fast
 
     @property
     def prompt_tokens_per_second(self) -> tuple[float, float]:
-        """Predicted tokens of prompts per second of all rows: with no traffic hidden, and with all of it hidden."""
+        """Predicted tokens of prompts per second: with no traffic hidden, and with all of it."""
         tokens = self.rows * self.chunk
         return tokens / self.chunk_time.exposed, tokens / self.chunk_time.hidden
 
     def as_json(self) -> dict[str, Any]:
-        """Returns sizes, memory in bytes per chip and predicted rates as JSON values.
-
-        A rate is a pair: with no traffic hidden, and with all of it hidden.
-        """
+        """Returns sizes, bytes per chip and predicted rates as JSON values."""
         (slow, fast), prompts = self.tokens_per_second, self.prompt_tokens_per_second
         return {
             "slice": self.token_memory.slice.name,
@@ -80,17 +70,15 @@ class GenerationCost(NamedTuple):
 
 
 def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> GenerationCost:
-    """Compiles generation for a program whose devices are `compiling.devices_of(slice)`, and returns its cost.
+    """Compiles generation for the chips of the program's slice, and returns its cost.
 
     Args:
-      bound: the program. Its model must have `vocab_size`; its optimizer is not used.
-      rows: number of rows generated together; must divide over the groups of chips that have different rows.
-      slots: positions of the cache.
-      chunk: number of ids of each prompt that are processed together.
+      bound: its model must have `vocab_size`.
+      rows: must divide over the groups of chips that have different rows.
+      chunk: ids of each prompt that are processed together.
 
     Raises:
       OutOfHbmError: generation does not fit into HBM.
-      UserError: the compiler does not know one of the options.
     """
     decoder, model = Decoder(bound), cast(Any, bound.model)
     params, cache = decoder.abstract(rows, slots)

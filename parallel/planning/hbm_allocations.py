@@ -1,7 +1,6 @@
-"""Attributes the HBM of a compiled step to named allocations of a known kind.
+"""Attributes the HBM of a compiled step to named allocations.
 
-An argument is named by the program's signature, a temporary by JAX's name of the operation that makes it. The kind of a
-temporary is guessed: its shape is compared with those of parameters, with the vocabulary and with the number of layers.
+The kind of a temporary is guessed from its shape and from JAX's name of the operation that makes it.
 """
 
 import re
@@ -34,10 +33,9 @@ class Allocation(NamedTuple):
     """A named part of the HBM in use at the peak.
 
     Attributes:
-      kind: one of KINDS; empty in the results of `of_message` and `of_temporaries`.
-      name: path of an argument, such as a parameter, or the operation that makes a temporary.
-      shape: dtype and shape on one chip, as text; ends with ` x 3` if it stands for three allocations.
-      bytes: size in HBM, of several allocations together.
+      kind: one of KINDS; empty if it is not known.
+      name: path of an argument, or the operation that makes a temporary.
+      shape: dtype and shape on one chip; ends with ` x 3` if it stands for three allocations.
     """
 
     kind: str
@@ -47,13 +45,7 @@ class Allocation(NamedTuple):
 
 
 def allocations(bound: Program, module: Module, found: Buffers) -> list[Allocation]:
-    """Returns the arguments and temporaries in HBM at the peak, largest first; equal ones are merged.
-
-    Args:
-      bound: the program.
-      module: the compiled step of the program.
-      found: its buffers (`buffers.read`).
-    """
+    """Returns the arguments and temporaries in HBM at the peak, largest first."""
     entry = module.computations[module.entry]
     parameters = {int(at.argument): at for at in entry.values() if at.opcode == "parameter"}
     by_name = {at.name: at for computation in module.computations.values() for at in computation.values()}
@@ -79,8 +71,7 @@ def _argument(at: Instruction | None, size: int) -> Allocation:
 def place(op_name: str) -> str:
     """Shortens JAX's name of an operation; "" stays empty.
 
-    `jit(run)/transpose(jvp(layers))/while/body/block/_mlp/dot_general` becomes `backward block/_mlp/dot_general`;
-    recomputation in the backward pass is marked `again`.
+    `jit(run)/transpose(jvp(layers))/while/body/block/_mlp/dot_general` becomes `backward block/_mlp/dot_general`.
     """
     if not op_name:
         return ""
@@ -98,8 +89,6 @@ def place(op_name: str) -> str:
 
 
 class _Kinds:
-    """Guesses the kind of a temporary from its shape and the name of its operation."""
-
     def __init__(self, bound: Program):
         self._weights = report.Weights(bound)
         shape = bound.partitioner.shape
@@ -112,7 +101,6 @@ class _Kinds:
         }
 
     def of(self, array: Array | None, op_name: str) -> str:
-        """Returns one of KINDS; "temporaries" if no other fits."""
         if array is None:
             return "temporaries"
         dims = tuple(d for d in array.dims if d > 1)
@@ -130,7 +118,6 @@ class _Kinds:
 
 
 def _merged(named: Sequence[Allocation]) -> Iterator[Allocation]:
-    """Merges allocations of the same kind, name and shape."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     for one in named:
         totals.setdefault(one[:3], []).append(one.bytes)
@@ -152,11 +139,7 @@ _ALLOCATION = re.compile(
 
 
 def of_message(message: str) -> list[Allocation]:
-    """Returns the allocations listed in the compiler's error about a program that does not fit, without their kinds.
-
-    The error has a list when the program as a whole is too large ("Used … of … hbm"). When temporaries alone are too
-    large it has only their sum, and the result is empty.
-    """
+    """Returns the allocations that the compiler lists in its out-of-memory error."""
     found = []
     for match in _ALLOCATION.finditer(message):
         rest = match["rest"]
@@ -170,7 +153,7 @@ def of_message(message: str) -> list[Allocation]:
 
 
 def of_temporaries(found: Buffers) -> list[Allocation]:
-    """Returns the temporaries in HBM at the peak, largest first, without their kinds."""
+    """Returns the temporaries in HBM at the peak, largest first."""
     return [Allocation("", value.name, str(value.array or "pointers"), n) for value, n in buffers.fullest(found.values)]
 
 

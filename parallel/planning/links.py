@@ -1,14 +1,11 @@
 """Bandwidth of collectives on a slice, from the positions of the chips of a group.
 
-Chips form a grid with a link between neighbors along every dimension. In a gather or a reduction, a group of chips
-has one link's bandwidth for each dimension that it spans, or two where wraparound links close the dimension into a
-ring, so that each chip sends in both directions. On an open line the chips at the ends have only one link, and all
-data must cross it; therefore a v4-32 (2x2x4, no wraparound) has 3 links for a group of all its chips, not 6. A group
-of every second chip shares its links with the interleaved group and gets half. Where a chip has two devices (tpu7x), a
-group with only one of them also gets half. A group with both gets all: each passes on to the other what arrives.
+Chips form a grid with a link between neighbors along every dimension. In a gather or a reduction, a group of chips has
+one link's bandwidth for each dimension that it spans, or two where wraparound links close the dimension into a ring. A
+group of every second chip shares its links with the interleaved group and gets half. Where a chip has two devices
+(tpu7x), a group with only one of them also gets half.
 
-Wraparound is `core.slices.Slice.wraparound` (Google Cloud, "TPU architecture"; "How to Scale Your Model", chapter 2).
-Link bandwidths are `core.slices.CHIPS`, in one direction, from the table "ICI BW/link (one-way)" in the latter.
+Sources: Google Cloud, "TPU architecture"; "How to Scale Your Model", chapter 2.
 """
 
 import math
@@ -46,8 +43,7 @@ class Extent(NamedTuple):
 
     Attributes:
       chips: number of coordinates that the group occupies.
-      stride: number of groups that share its links: the distance between neighboring chips of the group, times the
-        number of groups on a chip.
+      stride: number of groups that share its links.
       is_ring: whether wraparound links close it.
     """
 
@@ -65,39 +61,28 @@ class Links:
     """Bandwidth model (bytes/s) of ICI, DCN and PCIe for one mesh on one slice."""
 
     def __init__(self, mesh: jax.sharding.Mesh, slice: Slice):
-        """Takes a mesh over the chips of `slice`, or over CPU devices that simulate them."""
         self.slice = slice
         self._shape = dict(mesh.shape)
         self._coordinates = _coordinates(mesh, slice)
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
-        """Returns the extent of a group of chips along each dimension of the slice in which it has several chips.
-
-        Args:
-          axes: mesh axes that vary in the group; all groups of a mesh have the same extents.
-        """
+        """Returns the extent of a group along each dimension in which it has several chips."""
         group, sharing = self._group(axes), self.slice.chip.devices // self._on_chip(axes)
         bounds = zip(self.slice.topology, self.slice.wraparound, strict=True)
         found = [_extent(group[:, i], *bound) for i, bound in enumerate(bounds)]
         return tuple(extent._replace(stride=extent.stride * sharing) for extent in found if extent.chips > 1)
 
     def _group(self, axes: Sequence[str]) -> np.ndarray:
-        """Returns, for each device of the first group, its chip's coordinates and its number on the chip."""
         index = tuple(slice(None) if axis in axes else 0 for axis in self._shape)
         return self._coordinates[index].reshape(-1, self._coordinates.shape[-1])
 
     def _on_chip(self, axes: Sequence[str]) -> int:
-        """Returns the number of devices of each chip that are in a group."""
         return len(set(self._group(axes)[:, -1]))
 
     def count(self, axes: Sequence[str], *, group_size: int | None = None) -> float:
-        """Returns the number of links, in one direction, that a device can use at once in a gather or a reduction.
+        """Returns the number of links that a device can use at once in a gather or a reduction.
 
-        Args:
-          axes: mesh axes that vary in the group.
-          group_size: number of devices of the group, if it spans only part of these axes: 2 chips use one link, 4
-            chips at most two. If these axes vary within a chip, a group of no more devices than they have on a chip is
-            taken to be on one chip, whose devices are connected by LINKS_WITHIN_CHIP links.
+        `group_size` is the number of devices of a group that spans only part of these axes.
         """
         whole, on_chip = math.prod(self._shape[axis] for axis in axes), self._on_chip(axes)
         if 1 < (group_size or whole) <= on_chip:
@@ -108,18 +93,11 @@ class Links:
         return min(total, max(1, int(math.log2(max(1, group_size // on_chip)))))
 
     def permute_load(self, axes: Sequence[str]) -> float:
-        """Returns the number of messages on the busiest link when every chip sends to the next one along `axes`.
-
-        It is the number of interleaved groups that share the link. The message from the end of a line back to its
-        beginning adds nothing, because it runs in the opposite direction.
-        """
+        """Returns the messages on the busiest link when every chip sends to the next one."""
         return max((extent.stride for extent in self.extents(axes)), default=1.0)
 
     def seconds(self, collective: Collective) -> float:
-        """Returns the seconds of one execution of a collective, without latency and without other collectives.
-
-        Other groups that take part in the collective share the links. The result is 0 over ICI without mesh axes.
-        """
+        """Returns the seconds of one execution of a collective, without latency."""
         if collective.network == "DCN":
             return collective.wire_bytes / DCN_BYTES_PER_SECOND[self.slice.generation]
         if collective.network == "PCIe":
@@ -138,7 +116,7 @@ class Links:
 
 
 def _coordinates(mesh: jax.sharding.Mesh, slice: Slice) -> np.ndarray:
-    """Returns, for each device, its chip's coordinates and its number on the chip, [*mesh shape, D + 1]."""
+    """Returns coordinates of the chip, and number on it, of each device: [*mesh shape, D + 1]."""
     devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":
         simulated = meshes.simulated_devices(sorted(devices, key=lambda d: (d.process_index, d.id)), slice)
@@ -158,8 +136,5 @@ def _extent(places: np.ndarray, size: int, wraps: bool) -> Extent:
 
 
 def _crossing(extent: Extent) -> float:
-    """Returns what the middle link of a dimension carries one way in an all-to-all.
-
-    The unit is the payload of one chip.
-    """
+    """Returns what a dimension's middle link carries one way in an all-to-all, in payloads of one chip."""
     return extent.chips * extent.stride / (8 if extent.is_ring else 4)

@@ -1,9 +1,6 @@
 """Extracts FLOPs, saved arrays and reductions from traces of a model's loss, for planning.
 
-`trace` collects the shapes of a training state and, for each choice of `remat`, the work of one step. The traces of the
-loss and of its gradient, for a few rows, contain the matrix products and the arrays that are saved for the backward
-pass. Dimensions are recognized by their size: the number of rows is a prime that no other size has as a factor, and
-parameters have named axes.
+Dimensions are recognized by their size: the number of rows is a prime that no other size has as a factor.
 """
 
 from __future__ import annotations
@@ -35,11 +32,9 @@ class Kept(NamedTuple):
     """An array that is saved for the backward pass.
 
     Attributes:
-      axes: logical axis of each dimension, None for an unnamed one; `batch` is the axis of rows.
-      elements: number of elements per row, or of the whole array if it has no rows; all copies together.
-      itemsize: bytes of an element.
-      copies: number of copies that a loop over layers or recursion steps saves; 1 outside of loops.
-      on_host: whether it is saved in the memory of the host.
+      axes: logical axis of each dimension; `batch` is the axis of rows.
+      elements: per row, or of the whole array if it has no rows; all copies together.
+      copies: number of copies that a loop saves; 1 outside of loops.
     """
 
     axes: Axes
@@ -60,13 +55,10 @@ class Kept(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A matrix product that contracts a dimension of hidden units or heads.
-
-    If a strategy shards the dimension (tensor parallelism), the result is summed over chips.
+    """A matrix product that contracts `mlp` or `heads`; its result may be summed over chips.
 
     Attributes:
-      axis: logical axis of the dimension, `mlp` or `heads`.
-      bytes: bytes of the product's results for one row in one forward pass.
+      bytes: of the product's results for one row in one forward pass.
     """
 
     axis: str
@@ -74,22 +66,16 @@ class Reduction(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of one training step for one row.
-
-    Kernels are Pallas kernels, such as attention.
+    """The work of one training step for one row; FLOPs of matrix products are without Pallas kernels.
 
     Attributes:
-      forward_flops: FLOPs of the matrix products of a forward pass, without kernels.
-      flops: FLOPs of the matrix products of both passes, with recomputation, without kernels.
-      kernel_flops: FLOPs of the kernels of both passes.
-      forward_kernel_flops: FLOPs of the kernels of a forward pass.
-      kept: arrays that are saved for the backward pass.
+      flops: of both passes, with recomputation.
+      kernel_flops: of Pallas kernels in both passes.
       reductions: products of a forward pass whose results may be summed over chips.
-      gathers_again: whether the backward pass gathers a layer's weights again; otherwise gathered weights are saved.
-      looped: share of `flops`, and of `kernel_flops`, in loops, such as those over layers.
-      chunk_bytes: if a chip has more bytes of logits than this, the loss is computed in chunks of at most this size; 0:
-        the size does not matter.
-      kept_in_chunks: arrays that are saved if the loss is computed in chunks; () if `chunk_bytes` is 0.
+      gathers_again: whether the backward pass gathers a layer's weights again, instead of saving them.
+      looped: share of `flops`, and of `kernel_flops`, in loops.
+      chunk_bytes: with more bytes of logits on a chip, the loss is computed in chunks; 0: the size does not matter.
+      kept_in_chunks: what is saved if the loss is computed in chunks.
     """
 
     forward_flops: float
@@ -129,10 +115,8 @@ class ModelTrace:
     """The properties of a training program that do not depend on its layout.
 
     Attributes:
-      slice: the slice for which layouts are estimated.
-      shapes, axes: shapes and logical axes of the training state, trees of the same structure.
-      spec: fields of a batch, which may have another number of rows than the layouts'.
-      works: the work of one row in one step, by choice of `remat`.
+      shapes, axes: of the training state.
+      works: by choice of `remat`.
       itemsize: bytes of a number in the dtype that the model computes in.
       trained: whether each parameter is trained, in the order of the leaves.
     """
@@ -151,10 +135,7 @@ class ModelTrace:
         return row_length(self.spec)
 
     def distinct_remats(self, own: str | None) -> tuple[str | None, ...]:
-        """Returns one choice of `remat` for each different work; of choices with equal work `own`, or else the first.
-
-        If no choice computes anything again, as in a frozen decoder without a backward pass, only one is returned.
-        """
+        """Returns one choice of `remat` for each different work; preferably `own`."""
         chosen: dict[Work, str | None] = {}
         for remat in sorted(self.works, key=lambda remat: remat != own):
             chosen.setdefault(self.works[remat], remat)
@@ -175,17 +156,12 @@ def trace(
     """Traces a model and its optimizer, without compiling them or creating their state.
 
     Args:
-      model: the model to trace.
-      optimizer: the optimizer, whose state is part of the training state.
-      spec: fields of a batch.
-      slice: the slice for which layouts are estimated; the trace only stores it.
-      seed: seed of the parameters.
+      slice: for which layouts are estimated.
       remats: choices of `remat` to trace; None: all that the model offers.
-      frozen, frozen_dtype: see `parallel.partitioner.Partitioner.program`.
+      frozen, frozen_dtype: as in `parallel.partitioner.Partitioner.program`.
 
     Raises:
-      UserError: a parameter has no named axes, a pattern of `frozen` matches no parameter, or the optimizer does not
-        fit the parameters.
+      UserError: a parameter has no named axes, or `frozen` or the optimizer does not fit the parameters.
     """
     example = batch_shapes(spec)
 
@@ -217,10 +193,6 @@ def trace(
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
-    """Returns the model with "auto" attention replaced by "splash"; a trace of "auto" would contain both kinds.
-
-    The model itself is returned if its attention is not "auto", or splash attention does not support its shapes.
-    """
     chosen = model.attention if can(model, ChoosesKernels) else ""
     if chosen != "auto" or wrappers.field_path(model, "attention") is None:
         return model
@@ -233,7 +205,6 @@ def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
 
 
 def _chooses_chunks(model: Any) -> bool:
-    """Returns whether the size of the logits decides if the loss is computed in chunks."""
     has_field = can(model, ChoosesKernels) and wrappers.field_path(model, "loss_chunk") is not None
     return has_field and model.loss_chunk is None
 
@@ -247,15 +218,13 @@ def work(
     trainable: Callable[[Params], Params],
     in_chunks: tuple[Kept, ...] | None = None,
 ) -> Work:
-    """Returns the work of a training step for one row, from traces of a model's loss and of its gradient.
+    """Returns the work of a training step for one row, from traces of the loss and its gradient.
 
     Args:
-      model: the model whose loss is traced.
       spec: fields of a batch; the number of rows does not matter.
-      params: tree of `jax.ShapeDtypeStruct`.
-      param_axes: tree of `Axes` of the same structure.
-      trainable: stops the gradient at frozen parameters (`Optimizer.trainable`).
-      in_chunks: `Work.kept_in_chunks`, if it is known; None: traced if needed.
+      params, param_axes: shapes and `Axes` of the parameters.
+      trainable: stops the gradient at frozen parameters.
+      in_chunks: `Work.kept_in_chunks`; None: traced if needed.
     """
     sizes = _Sizes(params, param_axes, spec)
     batch = batch_shapes(spec, rows=sizes.rows)
@@ -301,16 +270,6 @@ def work(
 
 
 class _Product(NamedTuple):
-    """All executions of one matrix product in a step of the traced rows.
-
-    Attributes:
-      flops: their FLOPs.
-      contracted: sizes of the contracted dimensions.
-      result_bytes: bytes of their results.
-      in_kernel: whether a Pallas kernel computes it.
-      in_loop: whether it is in a scan of more than one step.
-    """
-
     flops: float
     contracted: tuple[int, ...]
     result_bytes: float
@@ -357,12 +316,7 @@ def _grouped_product(equation: Any, times: float, in_kernel: bool, in_loop: bool
 
 
 def _computed_share(mask: Any) -> float:
-    """Returns the share of a kernel's grid that is computed, from `mask`, its first operand.
-
-    It is one half, as under a causal mask, unless the operand is splash attention's list of the blocks to visit,
-    [1, blocks, blocks], and shows a window: fewer blocks in one direction. Then the first and the last of these fewer
-    blocks count half.
-    """
+    """Returns the computed share of a kernel's grid: one half (causal), or a window's share."""
     if mask.ndim != 3 or not jnp.issubdtype(mask.dtype, jnp.integer):
         return 0.5
     visited, number = sorted(mask.shape[1:])
@@ -370,7 +324,7 @@ def _computed_share(mask: Any) -> float:
 
 
 def _computes_again(jaxpr: Jaxpr) -> bool:
-    """Returns whether any part is rematerialized; weights used in such a part are saved as stored, not gathered."""
+    """Returns whether any part is rematerialized; weights used there are saved as stored, not gathered."""
     return any(
         equation.primitive.name in ("checkpoint", "remat", "remat2")
         or any(_computes_again(inner) for inner in _inner(equation.params))
@@ -410,10 +364,6 @@ class _Sizes:
         self.rows = next(n for n in _CANDIDATE_ROWS if all(size % n or size == 0 for size in taken))
 
     def all_kept(self, tree: Any, on_host: Sequence[bool] | None = None) -> tuple[Kept, ...]:
-        """Describes the saved arrays in `tree`; of those outside of loops, one for each pair of axes and size.
-
-        `on_host` says for each leaf of the tree whether it is in the memory of the host; None: none is.
-        """
         arrays = jax.tree.leaves(tree)
         places = on_host or [False] * len(arrays)
         pairs = zip(map(self.kept, arrays), places, strict=True)
@@ -450,7 +400,6 @@ class _Sizes:
         return Axes(tuple(name if name not in names[:i] else None for i, name in enumerate(names)))  # each axis once
 
     def reduction(self, product: _Product) -> Reduction | None:
-        """Returns the reduction of a product that contracts hidden units or heads; None for other products."""
         for size in product.contracted:
             if (name := self._by_size.get(size)) in ("mlp", "heads"):
                 return Reduction(name, product.result_bytes / self.rows)
@@ -458,19 +407,13 @@ class _Sizes:
 
 
 def _preference(of: tuple[int, str | None]) -> tuple[int, str]:
-    """Returns a sort key of (size, axis): of axes of the same size, the one that sorts last is assumed.
-
-    The axes that strategies shard most often sort last.
-    """
+    """Returns a sort key: of axes of the same size, the one that sorts last is assumed."""
     order = (None, "norm", "head_dim", "vocab", "embed", "kv_heads", "heads", "mlp")
     return (order.index(of[1]) if of[1] in order else 0, str(of[1]))
 
 
 def _distinct(kept: Iterator[Kept]) -> Iterator[Kept]:
-    """Yields all arrays of loops; of others with equal axes and size, only the one with the widest dtype.
-
-    The compiler recomputes the rest from it.
-    """
+    """Yields arrays of loops; of others with equal axes and size, only the one with the widest dtype."""
     largest: dict[Any, Kept] = {}
     for k in kept:
         if k.copies > 1:

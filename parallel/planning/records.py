@@ -1,13 +1,7 @@
-"""Records of compiled candidates: one small JSON object for each program, and the places where they are kept.
+"""Records of compiled candidates: one small JSON object for each program.
 
-A record is found by a key: a hash of the program's identity (`launch.program_identity`) and of the versions of jax,
-jaxlib and libtpu. There are two places:
-
-* a user's cache. Its keys also cover the text of the source files that can affect a program, so that an edit of one
-  compiles again;
-* `launch/plan/compiled/`, committed, for the experiments of this workspace. Its keys do not cover the sources, because
-  every commit would then invalidate it. Each record names the sources that it was compiled from, and a plan reports if
-  they have changed. A test compares a digest of the traced program, which changes only with the program.
+The key of a record is a hash of the program's identity and of the versions of jax, jaxlib and libtpu; in a user's
+cache, also of Renga's sources.
 """
 
 from __future__ import annotations
@@ -48,16 +42,11 @@ class Record:
 
     Attributes:
       status: COMPILED, TOO_MUCH, REFUSED, or FAILED (never stored).
-      reason: why the status is not COMPILED; otherwise empty.
-      needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit; 0 if REFUSED or
-        FAILED.
-      state_bytes: bytes of state and batch, included in `needed_bytes`; 0 if it was not compiled.
+      needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit; else 0.
+      state_bytes: state and batch, included in `needed_bytes`.
       time: time of a step; None unless the status is COMPILED.
-      bubble: idle share of a pipeline's time; 0 without a pipeline.
-      compile_seconds: time to compile, on the machine that did it.
-      warnings: warnings of the compiler, without those that are known to be harmless.
       made_with: versions, digests of sources and program, git revision.
-      is_committed: whether it was found among the committed records, not in a user's cache.
+      is_committed: whether it is a committed record, not one of a user's cache.
     """
 
     status: str
@@ -72,7 +61,7 @@ class Record:
     is_committed: bool = False
 
     def within(self, usable_bytes: float) -> Record:
-        """Returns the record, with status TOO_MUCH if the step compiled but needs more than `usable_bytes`."""
+        """Returns the record, with status TOO_MUCH if it needs more than `usable_bytes`."""
         if self.status != COMPILED or self.needed_bytes <= usable_bytes:
             return self
         reason = f"needs {self.needed_bytes / GIB:.2f}GiB of {usable_bytes / GIB:.2f}GiB, though it compiled"
@@ -93,7 +82,7 @@ def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record
 
 @functools.cache
 def sources_digest() -> str:
-    """Returns a digest of the source files in core/, models/ and parallel/ that can affect a program or its record."""
+    """Returns a digest of the source files that can affect a program or its record."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in _SOURCE_FOLDERS for p in (WORKSPACE / folder).rglob("*.py")):
         if not _UNRELATED & {path.stem, path.parent.name}:
@@ -102,11 +91,9 @@ def sources_digest() -> str:
 
 
 def record_key(text: str, *, sources: str = "") -> str:
-    """Returns the key of the record of a compiled program, for the installed versions of jax, jaxlib and libtpu.
+    """Returns the key of a record, for the installed versions of jax, jaxlib and libtpu.
 
-    Args:
-      text: the program's identity, from `launch.program_identity.program_text`.
-      sources: the digest of Renga's sources, in a user's cache; empty for committed records.
+    `text` is the program's identity; `sources` is empty for committed records.
     """
     installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)
     return hashlib.sha256("\n".join([str(_FORMAT), text, installed, sources]).encode()).hexdigest()[:24]
@@ -131,7 +118,7 @@ class Store:
         self._unreadable: set[Path] = set()
 
     def find(self, text: str) -> Record | None:
-        """Returns the record of the program with this identity (see `record_key`); None if there is none."""
+        """Returns the record of the program with this identity, or None."""
         mine = self._read(self.path(text))
         if mine is not None:
             return mine
@@ -143,7 +130,6 @@ class Store:
         return self.folder / f"{record_key(text, sources=sources_digest())}.json"
 
     def _read(self, file: Path) -> Record | None:
-        """Reads a record of the user's cache; None if it is missing or unreadable. Warns once if it is unreadable."""
         try:
             return from_json(json.loads(file.read_text()))
         except (FileNotFoundError, NotADirectoryError):
@@ -157,7 +143,7 @@ class Store:
 
 
 def text_of(plain: Mapping[str, Any]) -> str:
-    """Returns JSON with sorted keys, one value per line: the text of a record's file."""
+    """Returns the text of a record's file: JSON with sorted keys."""
     return json.dumps(plain, indent=1, sort_keys=True) + "\n"
 
 
@@ -167,16 +153,14 @@ def write(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
-    """Writes the records of a plan to a file to be committed, without those whose status is FAILED.
+    """Writes records to a file to be committed, which is replaced, without FAILED ones.
 
-    Args:
-      path: the file.
-      found: pairs of a program's identity (`record_key`) and its record.
+    `found` has pairs of a program's identity and its record.
     """
     kept = ((text, record) for text, record in found if record.status != FAILED)
     write(path, {"records": {record_key(text): record.as_json() for text, record in kept}})
 
 
 def bytes_of(written: str) -> float:
-    """Converts a size in KiB, MiB or GiB from a compiler message, such as `75.31GiB`, to bytes."""
+    """Converts a size such as `75.31GiB`, in KiB, MiB or GiB, to bytes."""
     return float(written[:-3]) * {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}[written[-3:]]

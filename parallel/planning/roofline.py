@@ -18,10 +18,9 @@ class Roofline(NamedTuple):
     """Seconds that each resource needs for a step.
 
     Attributes:
-      time: the predicted time of the step.
-      products: seconds of its matrix products at the chip's peak.
+      products: of its matrix products at the chip's peak.
       hbm_bytes: upper bound of the bytes that the step reads from and writes to HBM.
-      hbm: seconds of these bytes at the chip's HBM bandwidth.
+      hbm: of these bytes at the chip's HBM bandwidth.
     """
 
     time: StepTime
@@ -36,12 +35,7 @@ class Roofline(NamedTuple):
 
     @property
     def binds(self) -> str:
-        """The resource that limits the step: "ICI", "DCN", "PCIe", "HBM" or "computation".
-
-        If the traffic of all networks together takes longer than computation and kernels, it is the network with the
-        most seconds. Otherwise it is HBM if `hbm`, or the compiler's estimate of computation if that is less, exceeds
-        the time of kernels and of the products at the chip's peak.
-        """
+        """The resource that limits the step: "ICI", "DCN", "PCIe", "HBM" or "computation"."""
         if self.time.traffic_seconds > self.time.busy:
             return max(self.networks, key=lambda network: self.networks[network])
         is_hbm = min(self.hbm, self.time.compute) > self.products + self.time.kernels
@@ -52,20 +46,17 @@ def roofline(time: StepTime, *, product_flops: float, executed: Iterable[Execute
     """Computes the roofline of a step.
 
     Args:
-      time: the predicted time of the compiled step.
-      product_flops: FLOPs of a chip's matrix products.
-      executed: instructions of the compiled step, from `executions.walk`.
-      chip: the chip that runs it.
+      executed: from `executions.walk`.
     """
     touched = sum(map(touched_bytes, executed))
     return Roofline(time, product_flops / chip.peak_flops, touched, touched / chip.hbm_bytes_per_second)
 
 
 def touched_bytes(executed: Executed) -> float:
-    """Returns an upper bound of the HBM bytes of all executions of an instruction: of its operands and results.
+    """Returns an upper bound of the HBM bytes that an instruction reads and writes in a step.
 
-    If a loop iterates over a stack of layers, each execution counts one layer of the stack. The result is 0 for
-    instructions inside a fusion, which counts as a whole, and for those without an estimate of cycles, except copies.
+    If a loop iterates over a stack of layers, each execution counts one layer. The result is 0 inside a fusion, and
+    without an estimate of cycles, except for copies.
     """
     at = executed.instruction
     if executed.wrappers:  # counted where the wrapping instruction is scheduled
@@ -81,16 +72,12 @@ def touched_bytes(executed: Executed) -> float:
 
 
 def _moved_bytes(at: Instruction) -> float:
-    """Returns the HBM bytes that a copy between memories reads and writes.
-
-    The type of a slice also contains its whole operand, so each side counts with the size of the smallest array.
-    """
+    """A slice's type also contains its whole operand: each side counts with the smallest array's size."""
     sides = [(array, is_in_hbm) for array, is_in_hbm in _arrays(at.type) if array.dims]
     return min((array.bytes for array, _ in sides), default=0) * sum(is_in_hbm for _, is_in_hbm in sides)
 
 
 def _arrays(type_: str) -> list[tuple[Array, bool]]:
-    """Returns the arrays of a type, each with whether it is in HBM."""
     found = _ARRAY.findall(type_)
     return [
         (array, not re.search(r"S\([1-9]", layout)) for shape, layout in found for array in program.arrays_of(shape)

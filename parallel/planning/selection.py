@@ -1,9 +1,4 @@
-"""Chooses which candidate layouts are worth compiling, and ranks them.
-
-There are three filters, each more expensive than the one before. Comparing a strategy's tables with shapes rules out
-what cannot work; arithmetic rules out what is very unlikely to fit, and orders the rest by likely speed; the compiler
-decides.
-"""
+"""Chooses which candidate layouts are worth compiling, and ranks them."""
 
 import collections
 import dataclasses
@@ -29,10 +24,8 @@ class JudgedCandidate:
     """A candidate with its estimate, or the reason why it was refused.
 
     Attributes:
-      candidate: the configuration.
-      name: name of the candidate, for tables.
-      estimate: None if the strategy's tables do not fit the slice, the model or the batch.
-      kind, reason: why it was refused, as in `Refused`; empty if it may fit.
+      estimate: None if the strategy does not fit the slice, the model or the batch.
+      kind, reason: why it was refused; empty if it may fit.
       is_as_written: whether it is the experiment as written.
     """
 
@@ -48,21 +41,15 @@ AnyCandidate = TypeVar("AnyCandidate", bound=JudgedCandidate)
 
 
 class Judge:
-    """Checks whether candidates fit their strategy's tables, and estimates their memory and time by arithmetic."""
+    """Estimates the memory and time of candidates by arithmetic."""
 
     def __init__(self, trace: ModelTrace, own: Strategy, *, num_streams: int):
-        """Keeps what all candidates have in common.
-
-        Args:
-          trace: trace of the model.
-          own: strategy of candidates without a layout.
-          num_streams: number of streams of the data; must divide the rows.
-        """
+        """`own` is the strategy of candidates without a layout; `num_streams` must divide their rows."""
         self._trace, self._own, self._num_streams = trace, own, num_streams
         self._sharded: dict[Any, ShardedState | Refused] = {}
 
     def judge(self, candidate: Candidate) -> JudgedCandidate:
-        """Returns the candidate with its estimate, and with a reason if it cannot work or is very unlikely to fit."""
+        """Returns the candidate with its estimate, or with the reason why it is refused."""
         sharded = self._place(candidate.layout)
         if isinstance(sharded, Refused):
             degrees = dict(candidate.layout.degrees) if candidate.layout else {}
@@ -97,7 +84,7 @@ def _refused(judged: JudgedCandidate, refused: Refused) -> JudgedCandidate:
 
 
 def rank(judged: JudgedCandidate) -> tuple[bool, float]:
-    """Returns a sort key: refused candidates last, others by the mean of hidden and exposed seconds per row."""
+    """Returns a sort key: refused candidates last, others by seconds per row."""
     if judged.reason or judged.estimate is None:
         return True, 0.0
     time = judged.estimate.time
@@ -105,16 +92,11 @@ def rank(judged: JudgedCandidate) -> tuple[bool, float]:
 
 
 def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -> Iterator[AnyCandidate]:
-    """Yields the candidates that may fit, in the order to compile them: the experiment as written, then as in `judged`.
+    """Yields the candidates that may fit in the order to compile them, first the experiment as written.
 
-    Some are moved to the end: all after the first `wanted` / 3 with the same strategy, mesh and batch size, so that
-    others are tried; and pipelines after the first `wanted` / 2, because their estimates are the least certain.
-    Candidates whose estimate exceeds `usable_bytes` are counted apart, so that they displace none that fit.
-
-    Args:
-      judged: all candidates, the likely fastest first (`rank`).
-      wanted: number of candidates to compile.
-      usable_bytes: usable HBM of a chip.
+    Others follow as in `judged`, but all after the first `wanted` / 3 with the same strategy, mesh and batch size are
+    moved to the end, and so are pipelines after the first `wanted` / 2. Candidates whose estimate exceeds
+    `usable_bytes` are counted apart.
     """
     possible = sorted((one for one in judged if not one.reason), key=lambda one: not one.is_as_written)
     share, of_pipelines = max(1, wanted // _MESHES_IN_FIRST), max(1, wanted // 2)
@@ -145,10 +127,7 @@ def by_reason(judged: Sequence[AnyCandidate]) -> list[tuple[str, list[AnyCandida
 
 
 def nearest(judged: Sequence[AnyCandidate], bound: Program) -> list[AnyCandidate]:
-    """Returns the candidates that may fit, most similar to a program's layout first, equally similar ones by speed.
-
-    The program's own layout is left out.
-    """
+    """Returns the candidates that may fit, most similar to a program's layout first."""
     own = _resolved(bound.partitioner.strategy, bound.partitioner.slice)
     step = step_of(bound)
     ranked = []
@@ -169,5 +148,4 @@ def nearest(judged: Sequence[AnyCandidate], bound: Program) -> list[AnyCandidate
 
 
 def _resolved(tables: Strategy, slice: Slice) -> Strategy:
-    """Gives every axis its degree, so that two ways to write the same mesh are equal."""
     return dataclasses.replace(tables, mesh_shape=strategy.resolve(tables, slice))

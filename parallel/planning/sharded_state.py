@@ -1,7 +1,4 @@
-"""Shards a program's state by a strategy's tables, from shapes alone: checks divisibility, and counts bytes.
-
-Shapes and axes of a program's arrays do not depend on its strategy. So they are traced once for all strategies.
-"""
+"""Shards a program's state by a strategy's tables, from shapes alone: checks divisibility, and counts bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +26,7 @@ from parallel.strategy import Strategy
 
 
 class Refused(UserError):
-    """A layout does not fit the slice, the model, the batch, or a chip's HBM or host memory.
-
-    Attributes:
-      kind: a short name of the reason, by which refused layouts are grouped.
-    """
+    """A layout does not fit; `kind` is a short name of the reason."""
 
     def __init__(self, kind: str, reason: str):
         super().__init__(reason)
@@ -41,13 +34,7 @@ class Refused(UserError):
 
 
 class Step(NamedTuple):
-    """The choices of a candidate besides its strategy.
-
-    Attributes:
-      remat: the rematerialization policy; None if the model offers no choice.
-      batch_size: rows of a global batch.
-      accum_steps: number of microbatches over which a step accumulates gradients.
-    """
+    """The choices of a candidate besides its strategy; `remat` is None if the model offers no choice."""
 
     remat: str | None
     batch_size: int
@@ -60,17 +47,10 @@ def step_of(program: Program) -> Step:
 
 
 class ShardedState:
-    """The state of a program under the tables of a strategy.
-
-    Attributes:
-      tables: the strategy.
-      trace: the model and its state, without a layout.
-      shape: degree by mesh axis.
-      params: the shape of every parameter with its axes.
-    """
+    """The state of a program under the tables of a strategy; `shape` is the degree by mesh axis."""
 
     def __init__(self, tables: Strategy, trace: ModelTrace):
-        """Raises Refused if the tables do not fit the slice or the model; `check` checks layers, rows and positions."""
+        """Raises Refused if the tables do not fit the slice or the model."""
         self.tables, self.trace = tables, trace
         self.params = leaves(trace.shapes.params, trace.axes.params)
         try:
@@ -93,7 +73,7 @@ class ShardedState:
             raise Refused("a dimension does not divide", str(error)) from error
 
     def rescheduled(self, tables: Strategy) -> ShardedState:
-        """Returns the state under tables that differ in the schedule alone; reuses what does not depend on it."""
+        """Returns the state under tables that differ in the schedule alone."""
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
         other.tables = tables
@@ -110,12 +90,7 @@ class ShardedState:
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:
-        """Raises Refused if layers do not divide into stages, or rows or positions of a batch over chips.
-
-        Args:
-          step: its batch size and accumulation.
-          num_streams: number of streams of the data, over which the rows must also divide.
-        """
+        """Raises Refused if layers, rows or positions do not divide."""
         self._check_stages()
         groups = self.shards(["batch"], self.tables.activation_rules)
         unit = groups * step.accum_steps * self.microbatches
@@ -140,11 +115,11 @@ class ShardedState:
 
     @property
     def padding(self) -> float:
-        """Layers that a pipeline runs, with padding, divided by those of the model; 1 without a pipeline."""
+        """Layers that a pipeline runs, with padding, divided by those of the model."""
         return max((self.padding_of(leaf, of) for leaf, of in self.params), default=1.0)
 
     def padding_of(self, leaf: Any, of: Axes) -> float:
-        """Returns `padding` for one parameter; 1 if it is not of layers that a pipeline divides into stages."""
+        """Returns `padding` for one parameter; 1 if it is not of layers on stages."""
         schedule = self.tables.pipeline
         if schedule is None or of.names[:1] != ("layers",):
             return 1.0
@@ -155,16 +130,16 @@ class ShardedState:
         return math.prod(self.shape[axis] for axis in axes)
 
     def shards(self, names: Sequence[str | None], table: Rules, *, without: Sequence[str] = ()) -> int:
-        """Returns the number of shards of an array with these logical axes; mesh axes in `without` do not count."""
+        """Returns the number of shards of an array, not counting mesh axes in `without`."""
         return self.degree(mesh_axes(names, table) - set(without))
 
     def stored_axes(self, leaf: Any, of: Axes, table: Rules) -> set[str]:
-        """Returns the mesh axes over which an array of the state is split; see `strategy.stored_spec`."""
+        """Returns the mesh axes that shard an array of the state."""
         spec = strategy.stored_spec(leaf.shape, of, table, self.shape)
         return {axis for entry in spec for axis in logical.mesh_axes(entry)}
 
     def runs_before_stages(self, of: Axes) -> bool:
-        """Returns whether a parameter belongs to layers that a pipeline runs before its first stage."""
+        """Returns whether a parameter is of layers that a pipeline runs before its first stage."""
         return self.tables.pipeline is not None and of.names[:1] == (logical.FIRST_LAYERS,)
 
     def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
@@ -174,7 +149,7 @@ class ShardedState:
 
     @functools.cached_property
     def state(self) -> dict[str, float]:
-        """Bytes per chip of the parameters and of the optimizer's state, as `parameters` and `optimizer`."""
+        """Bytes per chip of the parameters and of the optimizer's state."""
         shapes, axes, tables = self.trace.shapes, self.trace.axes, self.tables
         return {
             "parameters": self._bytes(shapes.params, axes.params, tables.param_rules),
@@ -183,7 +158,7 @@ class ShardedState:
 
     @functools.cached_property
     def gathered_once(self) -> tuple[str, ...]:
-        """Mesh axes over which a pipeline gathers weights once per step, before its first tick; () without one."""
+        """Mesh axes over which a pipeline gathers weights once per step; () without one."""
         rows = logical.mesh_axes(self.tables.activation_rules["batch"])
         return tuple(a for a in rows if self.shape[a] > 1) if self.tables.pipeline else ()
 
@@ -204,10 +179,7 @@ class ShardedState:
 
     @functools.cached_property
     def gathered(self) -> float:
-        """Estimated bytes of gathered weights on a chip: those of two layers at a time, or of a pipeline's whole stage.
-
-        A pipeline also gathers two of the layers before its first stage.
-        """
+        """Estimated bytes of gathered weights on a chip."""
         total = 0.0
         stored, used = self.tables.param_rules, self.tables.activation_rules
         for leaf, of in self.params:
@@ -234,10 +206,10 @@ def _chips(slice: Slice) -> list[jax.Device]:
 
 
 def mesh_axes(names: Sequence[str | None], table: Rules) -> set[str]:
-    """Returns the mesh axes over which an array with these logical axes is split."""
+    """Returns the mesh axes that shard an array with these logical axes."""
     return {axis for name in names if name for axis in logical.mesh_axes(logical.row(table, name))}
 
 
 def size_bytes(leaf: Any) -> int:
-    """Returns the bytes of a whole array; 0 for a random key."""
+    """Returns the bytes of a whole array."""
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize if hasattr(leaf.dtype, "itemsize") else 0

@@ -1,9 +1,7 @@
 """Adds up the compiler's cost estimates of a step.
 
-`compiled.cost_analysis()` counts the body of a loop once; here every instruction counts as often as it runs
-(`executions`). Operations without an estimate, loops without a trip count and unknown opcodes are listed.
-
-Estimates are in cycles of a chip's TensorCores. They cover neither collectives nor Mosaic kernels.
+An instruction counts as often as it runs (`executions`); `compiled.cost_analysis()` counts the body of a loop once.
+Estimates are in cycles of TensorCores; collectives and Mosaic kernels have none.
 """
 
 import collections
@@ -42,10 +40,8 @@ class Kernel(NamedTuple):
     """A Mosaic kernel, which has no estimate.
 
     Attributes:
-      name: name of the instruction.
-      op_name: JAX's name of its operation, such as `jit(run)/while/body/pallas_call`.
-      operands, results: dtypes and shapes on one chip, such as `bf16[2,2048]`.
-      times: executions in a step.
+      op_name: such as `jit(run)/while/body/pallas_call`.
+      operands, results: such as `bf16[2,2048]`, on one chip.
     """
 
     name: str
@@ -59,13 +55,11 @@ class Costs(NamedTuple):
     """Estimated costs of a step.
 
     Attributes:
-      cycles: estimated cycles of a step by kind of instruction (`fusion kOutput`, `copy`), largest first.
-      kernels: Mosaic kernels.
-      custom_calls: executions of other custom calls, by target.
-      loops: all loops; one that is called from several places is listed for each.
-      unknown: executions of instructions whose opcode this module does not know, by opcode.
-      unpriced: executions of other instructions that take time but have no estimate, by kind; collectives, custom
-        calls, and copies to or from the host are left out.
+      cycles: by kind of instruction (`fusion kOutput`, `copy`), largest first.
+      custom_calls: executions of custom calls other than Mosaic kernels, by target.
+      loops: all loops, once for each place that they are called from.
+      unknown: executions of unknown opcodes, by opcode.
+      unpriced: executions of other instructions that take time but have no estimate, by kind; not of collectives.
     """
 
     cycles: Mapping[str, int]
@@ -77,12 +71,12 @@ class Costs(NamedTuple):
 
     @property
     def total_cycles(self) -> int:
-        """The sum of all estimates, in cycles."""
+        """The sum of all estimates."""
         return sum(self.cycles.values())
 
 
 def summarize(run: Sequence[Executed]) -> Costs:
-    """Adds up estimated cycles by kind, and lists what has no estimate; `run` is from `executions.walk`."""
+    """Adds up estimated cycles by kind, and lists what has no estimate."""
     cycles: collections.Counter[str] = collections.Counter()
     calls: collections.Counter[str] = collections.Counter()
     unknown: collections.Counter[str] = collections.Counter()
@@ -119,7 +113,7 @@ def _is_transfer(executed: Executed) -> bool:
 
 
 def _takes_time(at: Instruction) -> bool:
-    """Returns whether an instruction takes time; scalar arithmetic runs on the scalar core, in parallel."""
+    """Scalar arithmetic does not count: it runs on the scalar core, in parallel."""
     is_work = executions.base_opcode(at) in _PRICED and at.opcode != "custom-call"
     return at.opcode == "fusion" or (is_work and any(a.dims for a in at.arrays))
 

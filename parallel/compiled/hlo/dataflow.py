@@ -1,4 +1,4 @@
-"""Finds the consumers of a collective's result, and the instructions scheduled between its start and its end."""
+"""Finds how a collective's result is read, and what is scheduled between its start and its end."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _TRANSPARENT = ("get-tuple-element", "bitcast", "copy", "convert", "copy-start",
 
 
 def is_start(executed: Executed) -> bool:
-    """Returns whether a collective inside a fusion feeds the custom call that starts it asynchronously."""
+    """Returns whether a collective in a fusion feeds the custom call that starts it."""
     if not executed.wrappers or executed.instruction.opcode not in executions.COLLECTIVES:
         return False
     return any(
@@ -21,10 +21,9 @@ def is_start(executed: Executed) -> bool:
 
 
 def beside(module: Module, executed: Executed) -> list[Instruction]:
-    """Returns the instructions scheduled between a collective's start and end; empty if it is one instruction.
+    """Returns the instructions scheduled between a collective's start and end.
 
-    If no end follows the start, as in a loop whose next iteration ends the collective, they are those after the
-    start and those before the end.
+    In a loop, the end may belong to the start of the iteration before.
     """
     at = executed.wrappers[0] if executed.wrappers else executed.instruction
     schedule = list(executed.schedule.values())
@@ -36,7 +35,6 @@ def beside(module: Module, executed: Executed) -> list[Instruction]:
 
 
 def _ends(module: Module, other: Instruction, start: Instruction, executed: Executed) -> bool:
-    """Returns whether `other` is the end of the collective that `start` starts."""
     if start.opcode.endswith("-start"):
         return other.opcode.endswith("-done") and start.name in _chain(executed.schedule, other)
     if other.opcode != "fusion" or other.name == start.name or not is_start(executed):
@@ -48,7 +46,6 @@ def _ends(module: Module, other: Instruction, start: Instruction, executed: Exec
 
 
 def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
-    """Yields the names of the instructions that a `-done` waits for, following updates back to the start."""
     while done.operands and done.operands[0] in computation:
         done = computation[done.operands[0]]
         yield done.name
@@ -57,7 +54,7 @@ def _chain(computation: Computation, done: Instruction) -> Iterator[str]:
 
 
 def sliced_bytes(module: Module, executed: Executed) -> int:
-    """Returns the bytes of those arrays in a collective's result of which every consumer reads only slices."""
+    """Returns the bytes of a collective's results of which only slices are read."""
     computation = executed.computation
     at = _result(computation, executed.instruction)
     if not at.type.startswith("("):
@@ -68,13 +65,11 @@ def sliced_bytes(module: Module, executed: Executed) -> int:
 
 
 def _result(computation: Computation, at: Instruction) -> Instruction:
-    """Returns the instruction with the result: of a start/done pair, the done."""
     ends = [u for u in users(computation, at.name) if u.opcode == at.opcode.removesuffix("-start") + "-done"]
     return ends[0] if ends else at
 
 
 def _is_only_sliced(module: Module, computation: Computation, name: str) -> bool:
-    """Returns whether an array is read only as slices at computed positions, looking into fusions."""
     readers = users(computation, name)
     return bool(readers) and all(_slices(module, computation, r, name) for r in readers)
 

@@ -1,8 +1,7 @@
 """Finds what a value in an optimized HLO program depends on, to show whether all chips take the same branch.
 
-A value is traced back through tuples, fusions, calls and loop states; its kind is that of its least certain source, the
-last in `KINDS`. An element of a loop's state has two sources, its initial value and the update in the body: an element
-with a constant increment is a counter if it starts as a constant.
+A value's kind is that of its least certain source, the last in `KINDS`. An element of a loop's state that starts as a
+constant and changes by a constant is a counter.
 """
 
 from collections.abc import Iterable
@@ -16,13 +15,7 @@ _ELEMENTWISE = ("copy", "copy-start", "copy-done", "bitcast", "optimization-barr
 
 
 def decided_by(module: Module, scope: Scope, name: str) -> str:
-    """Returns what the value `name` can depend on, one of `KINDS`.
-
-    Args:
-      module: the program.
-      scope: the computation that contains the value, and where it is called from.
-      name: name of an instruction in that computation.
-    """
+    """Returns what the value `name` in `scope` can depend on, one of `KINDS`."""
     return _Sources(module).of(scope, name)
 
 
@@ -58,7 +51,6 @@ class _Sources:
         return "data" if at.opcode in ("while", "conditional") else _worst(self.of(scope, o) for o in at.operands)
 
     def _element(self, scope: Scope, name: str, index: int) -> str:
-        """Returns the kind of element `index` of the tuple `name`."""
         at = self._at(scope, name)
         if at is None:
             return "data"
@@ -76,7 +68,6 @@ class _Sources:
         return self.of(scope, name)
 
     def _state(self, scope: Scope, loop: Instruction, index: int) -> str:
-        """Returns the kind of an element of the state of `loop`, which is in `scope`."""
         step = self._trips.step(loop, index)
         if step is None:
             return "data"
@@ -92,7 +83,6 @@ def _inside(scope: Scope, at: Instruction) -> list[Scope]:
 
 
 def _argument(scope: Scope, parameter: Instruction) -> tuple[Scope, str] | None:
-    """Returns scope and name of the value that a parameter of a fusion or call gets; None if `scope` is neither."""
     if scope.call is None or scope.call.opcode not in ("fusion", "call"):
         return None
     return scope.outer, scope.call.operands[int(parameter.argument)]

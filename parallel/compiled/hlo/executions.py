@@ -1,8 +1,7 @@
 """Computes how often each instruction of an optimized HLO program runs on a chip.
 
-The program is walked in execution order. The body of a loop counts as often as its trip count (once if that is
-unknown), the most expensive branch of a conditional every time and the others never, and the instructions of a fusion
-as often as the fusion.
+The body of a loop counts as often as its trip count, or once if that is unknown. Of the branches of a conditional only
+the most expensive one counts.
 """
 
 from collections.abc import Iterator
@@ -30,9 +29,8 @@ class Loop(NamedTuple):
     """A loop around an instruction.
 
     Attributes:
-      name: name of the `while`.
-      op_name: JAX's name of its operation, such as `jit(run)/jvp()/while`.
-      trips: trip count; None if it cannot be derived (`trip_counts`).
+      op_name: such as `jit(run)/jvp()/while`.
+      trips: None if unknown.
     """
 
     name: str
@@ -44,9 +42,8 @@ class Branch(NamedTuple):
     """A branch around an instruction.
 
     Attributes:
-      name: name of the `conditional`.
-      op_name: JAX's name of its operation, such as `jit(run)/cond`.
-      depends_on: what the condition depends on, one of `decisions.KINDS`.
+      op_name: such as `jit(run)/cond`.
+      depends_on: one of `decisions.KINDS`.
     """
 
     name: str
@@ -58,12 +55,8 @@ class Executed(NamedTuple):
     """An instruction at one place of the program.
 
     Attributes:
-      instruction: the instruction.
-      computation: the computation that contains it.
-      times: executions in a step; 0 in branches that count as never run.
-      loops: around it, outermost first.
-      branches: around it, outermost first.
-      wrappers: fusions and asynchronous starts around it, outermost first; empty if it is scheduled directly.
+      times: executions in a step; 0 in branches that do not count.
+      loops, branches, wrappers: around it, outermost first; wrappers are fusions and asynchronous starts.
       schedule: the computation whose schedule contains it, or its outermost wrapper.
     """
 
@@ -77,7 +70,7 @@ class Executed(NamedTuple):
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate for all executions; 0 if the estimate of its wrapper or of its contents counts."""
+        """The compiler's estimate for all executions; 0 if there is none, or it counts elsewhere."""
         is_counted = not self.wrappers and self.instruction.opcode not in CONTAINERS
         return (self.instruction.estimated_cycles or 0) * self.times if is_counted else 0
 
@@ -92,7 +85,7 @@ class _Place(NamedTuple):
 
 
 def walk(module: Module) -> list[Executed]:
-    """Returns every instruction of the program, in schedule order, with loops, calls and branches expanded in place."""
+    """Returns the instructions of a program in schedule order, with loops, calls, fusions and branches expanded."""
     return list(_Walk(module).run(_Place(Scope(module.entry))))
 
 
@@ -128,7 +121,6 @@ class _Walk:
         yield from self.run(place._replace(scope=Scope(name, place.scope, at)))
 
     def _branch(self, at: Instruction, place: _Place) -> Iterator[Executed]:
-        """Yields the instructions of every branch, with `times` 0 for all branches but the most expensive one."""
         names = [n for n in at.called() if n in self._module.computations]
         taken = Branch(at.name, at.op_name, decisions.decided_by(self._module, place.scope, at.operands[0]))
         inner = place._replace(branches=(*place.branches, taken))
@@ -139,7 +131,6 @@ class _Walk:
 
 
 def _weight(run: list[Executed]) -> float:
-    """Returns estimated cycles; kernels and collectives count by bytes, at about the speed of a chip's links."""
     unpriced = [e for e in run if base_opcode(e.instruction) in COLLECTIVES or is_kernel(e.instruction)]
     moved = sum(a.bytes * e.times for e in unpriced for a in e.instruction.arrays)
     return sum(e.cycles for e in run) + moved / _LINK_BYTES_PER_CYCLE

@@ -12,19 +12,14 @@ _DIRECTIONS = {"copy": None, "dynamic-slice": "from host", "dynamic-update-slice
 
 
 class HostCopy(NamedTuple):
-    """A transfer between HBM and host memory.
-
-    Attributes:
-      direction: `to host` or `from host`.
-      array: the array that is moved; for a dynamic slice or update only the slice.
-    """
+    """A transfer between HBM and host memory; `direction` is `to host` or `from host`."""
 
     direction: str
     array: Array
 
 
 def find(executed: Executed) -> HostCopy | None:
-    """Returns the copy that an instruction makes; None for other instructions and for the ends of asynchronous ones."""
+    """Returns the copy between HBM and host memory that an instruction starts, or None."""
     at, computation = executed.instruction, executed.computation
     if (opcode := executions.base_opcode(at)) not in _DIRECTIONS:
         return None

@@ -12,11 +12,7 @@ AUDIBLE_WARNINGS = {"TPU_STDERR_LOG_LEVEL": "1"}
 
 
 class Messages:
-    """The compiler's output, which `compiler_messages` captures.
-
-    Attributes:
-      text: the compiler's output; empty until the context ends.
-    """
+    """The compiler's output to stderr; empty until the context of `compiler_messages` ends."""
 
     text = ""
 
@@ -44,11 +40,7 @@ _LOGGED = re.compile(r"(?m)^([IWEF])\d{4} [\d:.]+\s+\d+ [\w./-]+:\d+\] ?")
 
 
 def warnings(text: str) -> list[str]:
-    """Returns the distinct warnings and errors in the compiler's output, without the harmless ones.
-
-    Args:
-      text: `Messages.text`.
-    """
+    """Returns the distinct warnings and errors in the compiler's output, without known harmless ones."""
     parts = _LOGGED.split(text)
     logged = zip(parts[1::2], parts[2::2], strict=True)
     found = dict.fromkeys(" ".join(said.strip("\n* ").split()) for level, said in logged if level != "I")
@@ -57,10 +49,9 @@ def warnings(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def compiler_messages(*, pass_on: bool = True) -> Iterator[Messages]:
-    """Captures output to file descriptor 2; at the end passes it on, except for the compiler's warnings and notices.
+    """Captures output to file descriptor 2; at the end it is passed on, without the compiler's warnings.
 
-    Args:
-      pass_on: False passes nothing on.
+    With `pass_on=False` nothing is passed on.
     """
     messages, held = Messages(), log_filters.Held()
     try:

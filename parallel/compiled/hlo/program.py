@@ -1,7 +1,7 @@
 """Parses the text of an optimized HLO program into computations and instructions.
 
 An instruction ends where its brackets and quotes are closed, which may be several lines later: Mosaic kernels contain
-literal newlines, and a parser by lines would silently lose the rest of their computation.
+literal newlines.
 
     %name = type opcode(operands), attribute=value, metadata={op_name="jit(run)/..."}, backend_config={...}
 """
@@ -22,12 +22,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class Array(NamedTuple):
-    """Shape and dtype of an array on one chip.
-
-    Attributes:
-      dtype: as HLO names it, such as `bf16`.
-      dims: the shape.
-    """
+    """Shape and dtype of an array on one chip; `dtype` is HLO's name, such as `bf16`."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -42,7 +37,6 @@ class Array(NamedTuple):
 
 
 def _bits(dtype: str) -> int:
-    """Returns the bits of a dtype: 16 for `bf16`, 8 for `f8e4m3fn`, 4 for `s4`; 0 if its name has no number."""
     if dtype in _BITS:
         return _BITS[dtype]
     found = re.match(r"[a-z]+(\d+)", dtype)
@@ -54,11 +48,9 @@ class Instruction(NamedTuple):
 
     Attributes:
       name: unique in its computation.
-      opcode: such as `all-gather`.
       type: type of the result, as written.
       argument: text between the brackets: operands, a literal, or a parameter's number.
       attributes: text after the brackets.
-      is_root: whether it is the result of its computation.
     """
 
     name: str
@@ -82,7 +74,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """JAX's name of the operation: `jit(run)/jvp()/while/body/.../dot_general`; "" if it is not recorded."""
+        """JAX's name of the operation, such as `jit(run)/jvp()/while/body/dot_general`; "" without one."""
         found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
@@ -93,22 +85,18 @@ class Instruction(NamedTuple):
         return int(found[1]) if found and int(found[1]) != _NO_ESTIMATE else None
 
     def attribute(self, name: str) -> str | None:
-        """Returns the word after `name=`, without % and quotes: a computation, direction or index; None if absent."""
+        """Returns the word after `name=`, without % and quotes; None if absent."""
         found = re.search(rf'(?:^|[\s,{{]){name}=%?"?([\w.\-]+)', self.attributes)
         return found[1] if found else None
 
     def required(self, name: str) -> str:
-        """Returns an attribute that instructions of this kind always have.
-
-        Raises:
-          RuntimeError: it is missing.
-        """
+        """Returns an attribute that must be present; raises RuntimeError if it is missing."""
         if (found := self.attribute(name)) is None:
             raise RuntimeError(f"the program's %{self.name} = {self.opcode}(...) has no attribute {name}")
         return found
 
     def called(self) -> list[str]:
-        """Returns the names of the computations that it calls: `calls`, `to_apply`, parts of a loop, branches."""
+        """Returns the names of the computations that it calls."""
         names = []
         for single in ("calls", "to_apply", "condition", "body", "true_computation", "false_computation"):
             if (name := self.attribute(single)) is not None:
@@ -123,12 +111,7 @@ Computation = Mapping[str, Instruction]  # by name, in the order of the schedule
 
 
 class Module(NamedTuple):
-    """A program.
-
-    Attributes:
-      computations: by name.
-      entry: name of the entry computation.
-    """
+    """An HLO program: its computations by name, and the name of the entry."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -138,7 +121,7 @@ def parse(text: str) -> Module:
     """Parses the result of `compiled.as_text()`.
 
     Raises:
-      RuntimeError: a bracket or quote is not closed, or no computation is marked ENTRY.
+      RuntimeError: `text` is not a complete program.
     """
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
@@ -157,7 +140,6 @@ def parse(text: str) -> Module:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Yields statements: lines, joined while a bracket or a quote is open."""
     pending: list[str] = []
     for line in text.split("\n"):
         opens_body = not pending and not line.startswith(" ") and line.endswith("{")
@@ -194,7 +176,6 @@ def _instruction(named: re.Match) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Returns the position of the bracket that closes the one at `opening`. Raises RuntimeError if none does."""
     depth, quoted, i = 0, False, opening
     while i < len(text):
         character = text[i]
@@ -213,7 +194,6 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Yields the parts between commas that are not inside brackets."""
     depth, start = 0, 0
     for i, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)

@@ -30,11 +30,7 @@ def _explicit(text: str) -> list[list[int]]:
 def device_groups(at: Instruction, chips: int) -> list[list[int]]:
     """Returns the groups of a collective, in the program's numbers of chips.
 
-    The groups of a permute are the chips that are connected by pairs; there may be none.
-
-    Args:
-      at: the collective.
-      chips: the number of chips, all of which are one group if the instruction names no groups.
+    The groups of a permute are the chips that its pairs connect. Without groups, all `chips` are one.
 
     Raises:
       RuntimeError: the groups are in an unknown notation.
@@ -84,10 +80,6 @@ def _mesh_groups(text: str) -> list[list[int]]:
 
 
 def _split_axes(sizes: Mapping[str, int], over: Sequence[tuple[str, str, str]]) -> tuple[list[int], list[int]]:
-    """Returns the mesh's dimensions, with partly used axes split, and the indices of those that vary in a group.
-
-    `b:(2)2` of b=8 is the middle of 2 x 2 x 2.
-    """
     splits, varying = [], []
     for name, size in sizes.items():
         cut = 1

@@ -1,8 +1,7 @@
 """Computes the trip count of a loop in an optimized HLO program.
 
-TPU programs have no `known_trip_count`. The count is derived from the comparison in the condition, the increment in the
-body, and the initial value. A value is either a constant, or an element of the loop's state plus a constant; all other
-values are unknown, and the trip count is then None.
+The count follows from the comparison in the condition, the increment in the body, and the initial value, if these can
+be traced to constants.
 
     start + k * step < limit   for k = 0, 1, …   runs ceil((limit - start) / step) times
 """
@@ -23,9 +22,7 @@ class Scope(NamedTuple):
     """A computation and the place that it is called from.
 
     Attributes:
-      computation: name.
-      caller: scope of the call; None for the entry computation, or to keep the state of a loop symbolic.
-      call: the instruction that calls it; None if `caller` is.
+      caller, call: scope and instruction of the call; None for the entry, or to keep the state of a loop symbolic.
     """
 
     computation: str
@@ -40,7 +37,7 @@ class Scope(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The constant `offset` if `element` is None; else that element of the innermost loop's state, plus `offset`."""
+    """The constant `offset` if `element` is None; else that element of a loop's state, plus `offset`."""
 
     element: int | None
     offset: int
@@ -53,12 +50,7 @@ class TripCounts:
         self._module = module
 
     def of(self, loop: Instruction, scope: Scope) -> int | None:
-        """Returns how often the body of a loop runs; None if that cannot be derived.
-
-        Args:
-          loop: a `while`.
-          scope: the computation that contains it.
-        """
+        """Returns how often the body of a `while` in `scope` runs; None if unknown."""
         compared = self._comparison(loop)
         if compared is None:
             return None
@@ -89,7 +81,7 @@ class TripCounts:
         return None if left is None or right is None else (left, right, condition.required("direction"))
 
     def step(self, loop: Instruction, element: int) -> int | None:
-        """Returns what an iteration of a `while` adds to an element of its state; None if that is no known constant."""
+        """Returns what an iteration adds to an element of the loop's state; None if unknown."""
         scope = Scope(loop.required("body"))
         after = self._element(scope, root(self._computation(scope)).name, element)
         return None if after is None or after.element != element else after.offset
@@ -98,7 +90,6 @@ class TripCounts:
         return self.step(loop, element) == 0
 
     def _invariant(self, loop: Instruction, scope: Scope, value: Value) -> Value | None:
-        """Returns the initial value of an element that the loop does not change; None if it changes or is unknown."""
         if value.element is None or not self._is_constant_state(loop, value.element):
             return None
         before = self._element(scope, loop.operands[0], value.element)
@@ -108,7 +99,6 @@ class TripCounts:
         return self._module.computations[scope.computation]
 
     def _value(self, scope: Scope, name: str) -> Value | None:
-        """Returns the value of a scalar, or None if unknown."""
         at = self._computation(scope).get(name)
         if at is None:
             return None
@@ -129,7 +119,6 @@ class TripCounts:
         return None
 
     def _element(self, scope: Scope, name: str, index: int) -> Value | None:
-        """Returns the value of element `index` of the tuple `name`, or None if unknown."""
         at = self._computation(scope).get(name)
         if at is None:
             return None
@@ -155,11 +144,6 @@ class TripCounts:
 
 
 def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | None:
-    """Returns left + right, or left - right.
-
-    It is None if one of them is unknown, if both contain an element of the loop's state, or if an element would be
-    subtracted.
-    """
     if left is None or right is None:
         return None
     if right.element is not None and (opcode == "subtract" or left.element is not None):
@@ -169,10 +153,7 @@ def _combined(opcode: str, left: Value | None, right: Value | None) -> Value | N
 
 
 def _count(start: int, limit: int, step: int, direction: str) -> int | None:
-    """Returns for how many k, from 0, `start + k * step` satisfies the comparison with `limit`; None if for all.
-
-    It is also None for comparisons other than LT, LE, GT, GE and NE.
-    """
+    """Returns the iterations until `start + k * step` fails the comparison; None if never or unknown."""
     if direction in ("LE", "GE"):
         limit, direction = limit + (1 if direction == "LE" else -1), {"LE": "LT", "GE": "GT"}[direction]
     if direction == "NE":
