@@ -109,6 +109,9 @@ def splash_gradients(
       means: outputs of attention over all keys, [H, T, K].
       log_total: logs of their normalizers, [H, T].
       d_means: gradient with respect to `means`, [H, T, K].
+
+    Raises:
+      RuntimeError: the kernel of this JAX version has other parameters.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel  # runs with a ring only
 

@@ -129,6 +129,9 @@ def declare(name: str, meaning: str, *, mesh_axis: str | None = None, like: str 
       meaning: what the axis counts.
       mesh_axis: mesh axis that shards it, if the table uses that mesh axis.
       like: logical axis, never in the same array, whose mesh axes shard it.
+
+    Raises:
+      UserError: the declaration is malformed, or contradicts itself or an earlier one.
     """
     if not (name.isidentifier() and name.islower() and meaning):
         raise UserError(f"logical.declare({name!r}, {meaning!r}): expected a lower-case identifier and its meaning")
@@ -156,6 +159,8 @@ def row(rules: Rules, name: str) -> MeshAxes:
 
     Without a row, `expert_batch` gets the mesh axes of `batch` that `expert` does not use: an array [expert, batch,
     ...] that becomes [expert, expert_batch, ...] sends tokens to the chips of their experts (an all-to-all).
+
+    Raises UserError if the axis needs a row and has none.
     """
     if name in rules:
         return rules[name]
@@ -199,7 +204,10 @@ def shards(axes: MeshAxes, sizes: Mapping[str, int]) -> int:
 
 
 def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = lambda _: True) -> PartitionSpec:
-    """Returns the `PartitionSpec` of an array with these logical axes; `keep` selects mesh axes."""
+    """Returns the `PartitionSpec` of an array with these logical axes; `keep` selects mesh axes.
+
+    Raises UserError if an axis lacks a row, or two use one mesh axis.
+    """
     entries: list[str | tuple[str, ...] | None] = []
     used: dict[str, str | None] = {}
     for name in axes.names:
@@ -221,7 +229,8 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains the sharding of `x` by the strategy's activation table, over automatic mesh axes.
 
-    Returns `x` unchanged without a strategy or a mesh.
+    Returns `x` unchanged without a strategy or a mesh. Raises UserError if the names are unknown or do not fit the
+    shape of `x`.
     """
     if len(names) != x.ndim:
         raise UserError(f"constrain: {len(names)} names {names} for an array of shape {x.shape}")
@@ -338,6 +347,9 @@ def param(
       dtype: stored dtype.
       compute_dtype: dtype of the result; None: `dtype`. The cast precedes any all-gather.
       as_stored: whether to return it as stored, not cast and laid out by the activation table.
+
+    Raises:
+      UserError: an axis or `kind` is unknown, or arguments do not fit together.
     """
     names = tuple(axes)
     where = f"parameter {hk.experimental.current_name()}/{name}"
@@ -457,6 +469,7 @@ def abstract_init(init: Callable, *args) -> tuple[Mapping, Specs]:
     """Returns trees of shapes and of specs of the parameters that `init(*args)` would create.
 
     It traces a new closure at each call: JAX would not trace the same function again, so nothing would be recorded.
+    Raises UserError if a parameter has no named axes.
     """
     with _set(_record, {}) as record:
         shapes = jax.eval_shape(lambda *a: init(*a), *args)

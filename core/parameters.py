@@ -135,6 +135,8 @@ def renamed(names: Sequence[str], renames: Mapping[str, str], *, where: str) -> 
     """Returns the new name of each name; names that no pattern matches keep theirs.
 
     `renames` has the new by the old pattern, such as `{"decoder/*": "layers/*"}`; the first that matches counts.
+
+    Raises UserError if a pattern matches nothing, `*` counts differ, or new names coincide.
     """
     rules = []
     for old, new in renames.items():

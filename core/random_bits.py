@@ -57,6 +57,9 @@ def dropout(
       x: [B, ...].
       rows: [B], the global row of each row of x.
       arranged: brings the mask into the order of x, if x was permuted.
+
+    Raises:
+      UserError: `rate` is out of range, or `rows` does not fit `x`.
     """
     if not 0 <= rate < 1:
         raise UserError(f"random_bits.dropout: rate = {rate}: expected from 0 to below 1")

@@ -191,7 +191,8 @@ class Slice:
     def shared_by(self, processes: int) -> Slice:
         """Returns this slice with its chips divided evenly over `processes` hosts.
 
-        The `host_bounds` of the result have one dimension.
+        The `host_bounds` of the result have one dimension. Raises UserError if `processes` does not divide the number
+        of chips.
         """
         if processes < 1 or self.chips % processes:
             counts = [n for n in range(1, self.chips + 1) if self.chips % n == 0]
@@ -221,6 +222,9 @@ class Slice:
           flops: FLOPs of one step on all devices, without recomputation.
           seconds: duration of the step.
           peak_flops: peak of all devices; None: that of the tables.
+
+        Raises:
+          UserError: the result is above 1.
         """
         peak = peak_flops or self.peak_flops
         assert peak, f"{self.name} has no peak in the table"
@@ -299,7 +303,7 @@ SLICES: Mapping[str, Slice] = _slices()
 
 
 def get(name: str) -> Slice:
-    """Returns the slice called `name`, such as `v5e-16`, `2xv4-32` or `h100:8`."""
+    """Returns the slice called `name`, such as `v5e-16`, `2xv4-32` or `h100:8`. Raises UserError if there is none."""
     if ":" in name:
         return _of_devices(name)
     count, times, single = name.partition("x")
@@ -343,7 +347,7 @@ def _cpu(devices: int) -> Chip:
 
 
 def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
-    """Returns a slice of GPUs or CPU devices; `kind` is JAX's `device_kind`."""
+    """Returns a slice of GPUs or CPU devices; `kind` is JAX's `device_kind`. Raises UserError if it is unknown."""
     found = next((name for name, chip in GPUS.items() if kind in chip.kinds), kind if kind == "cpu" else None)
     if found is None:
         raise UserError(

@@ -203,7 +203,7 @@ def _found(experiment: str | Path) -> Path:
 
 
 def require_named(run_dir: str | None, slice_: "Slice") -> None:
-    """Requires a run directory for several hosts; simulated slices are exempt."""
+    """Requires a run directory for several hosts; simulated slices are exempt. Raises UserError if none is named."""
     if slice_.hosts > 1 and not (run_dir or read("RENGA_RUN_ROOT") or read("RENGA_SIMULATE")):
         raise UserError(
             f"{slice_.name} has {slice_.hosts} hosts, and no place for the run was named. Set RENGA_RUN_ROOT to "

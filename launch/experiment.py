@@ -176,7 +176,10 @@ class Experiment:
             yield f"phase = {self.phase}: expected from 1 to {len(self.phases) + 1}, or 0 for the whole run"
 
     def spans(self) -> tuple[Span, ...]:
-        """Returns the phases in order, or only the chosen one; without phases, one span."""
+        """Returns the phases in order, or only the chosen one; without phases, one span.
+
+        Raises UserError if a phase is invalid.
+        """
         if self._chosen:
             return (Span(*self._chosen, self),)
         ends = [phase.after for phase in self.phases]

@@ -28,7 +28,7 @@ def at_least(minimum: int) -> Any:
 
 
 def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
+    """An argparse type: a finite number above 0. Raises ArgumentTypeError for other text."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -36,7 +36,10 @@ def positive(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a local file to write, in a folder that exists."""
+    """An argparse type: a local file to write, in a folder that exists.
+
+    Raises ArgumentTypeError if it cannot be written.
+    """
     path = Path(text)
     folder = path.absolute().parent
     if path.is_dir():

@@ -115,6 +115,9 @@ class LoadedModel:
           text: the prompt.
           is_chat: whether to format it by the chat template, as a user's message.
           images: image files, in the order of the image tokens.
+
+        Raises:
+          UserError: it lacks a vocabulary or chat template, or images do not fit.
         """
         if is_chat:
             return self.chat_ids([{"role": "user", "content": text}], images=images)
@@ -131,6 +134,9 @@ class LoadedModel:
         Args:
           messages: at least one message, with the keys `role` and `content`.
           images: image files, placed before the text of the first message.
+
+        Raises:
+          UserError: it lacks a vocabulary or chat template, or images do not fit.
         """
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
@@ -160,6 +166,9 @@ class LoadedModel:
 
         Args:
           prompts, max_tokens, is_chat, images: see `batches`.
+
+        Raises:
+          UserError: the model cannot generate, or cannot take these prompts or images.
         """
         if not can(self.model, Generates):
             lacks = ", ".join(missing(self.model, Generates))
@@ -256,7 +265,7 @@ class LoadedModel:
 
 
 def image_content(file: str) -> bytes:
-    """Returns the content of an image file, local or in a bucket."""
+    """Returns the content of an image file, local or in a bucket. Raises UserError if it cannot be read."""
     try:
         return paths.resolve(file).read_bytes()
     except OSError as error:

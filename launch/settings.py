@@ -276,6 +276,8 @@ def grouped(given: Mapping[str, Any], base: Any = None) -> dict[str, Any]:
     """Returns settings as fields of `Experiment`; those of a group become one object.
 
     `base`: the experiment whose other settings a group keeps; None: their defaults.
+
+    Raises UserError if settings of a group are invalid.
     """
     found, wrong = {name: value for name, value in given.items() if name not in HOMES}, []
     for group, kind in GROUPS.items():

@@ -149,7 +149,10 @@ def devices_of(slice: Slice) -> list[jax.Device]:
 
 
 def topology_devices(slice: Slice) -> list[jax.Device]:
-    """Returns the devices of a TPU slice as libtpu describes them; nothing can run on them."""
+    """Returns the devices of a TPU slice as libtpu describes them; nothing can run on them.
+
+    Raises UserError for other slices.
+    """
     if not slice.is_tpu:
         raise UserError(f"{slice.name} is not a TPU slice; ahead-of-time compilation needs one")
     bounds = (*slice.host_bounds, 1)[:3]

@@ -43,7 +43,10 @@ class ChunkedTask:
         return ChunkedTask(whole, length)
 
     def spec(self, batch_size: int) -> BatchSpec:
-        """Returns the fields of a batch of chunks."""
+        """Returns the fields of a batch of chunks.
+
+        Raises UserError if the rows do not divide into two or more chunks.
+        """
         whole = self.whole.spec(batch_size)
         if (length := row_length(whole)) % self.length or length == self.length:
             raise UserError(

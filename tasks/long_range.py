@@ -98,6 +98,9 @@ def rows(*, kind: str, length: int, num_streams: int, values: int = 16, items: i
       num_streams: number of data streams; divides the batch size.
       values: number of different values, and in `recall` of different keys.
       items: pairs in `recall`, values in `selective_copy`; not used by `retrieval`.
+
+    Raises:
+      UserError: `kind` is unknown, or a number is out of range.
     """
     if kind not in KINDS:
         raise UserError(f"long_range.rows.kind = {kind!r}: expected one of {', '.join(KINDS)}")

@@ -30,7 +30,10 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
 
 def resolve(text: str | os.PathLike[str]) -> epath.Path:
-    """Converts text to an absolute path, local (with `~` expanded) or gs://."""
+    """Converts text to an absolute path, local (with `~` expanded) or gs://.
+
+    Raises UserError if it is empty or malformed, or the working directory is gone.
+    """
     text = os.fspath(text)
     if not text.strip():
         raise UserError("a path is empty; give a folder such as runs/first or gs://bucket/runs/first")

@@ -92,6 +92,10 @@ def initialize(
       secret: known to the hosts of this start alone.
       watch: time limits for the monitoring between hosts; None: no monitoring.
       before_devices: called with the cluster before JAX's runtime starts.
+
+    Raises:
+      RuntimeError: a device was initialized before.
+      UserError: arguments are invalid, there is no cluster, or this process joined another.
     """
     global _joined
     wanted = _wanted(coordinator, process_index=process_index, process_count=process_count, alone=single_process)
@@ -231,7 +235,10 @@ def is_host_zero() -> bool:
 
 
 def barrier(name: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Waits until every host has called `barrier` with this name, for at most `timeout_seconds`."""
+    """Waits until every host has called `barrier` with this name, for at most `timeout_seconds`.
+
+    Raises TimeoutError if one does not, or the wait fails.
+    """
     client = jax_internals.coordination_client()
     if client is None:
         return

@@ -60,7 +60,10 @@ def _values(values: np.ndarray) -> str:
 
 
 def gathered(array: jax.Array, *, most_bytes: int = MOST_GATHERED_BYTES) -> np.ndarray:
-    """Returns all values of an array of at most `most_bytes`. All hosts must call it, in the same order."""
+    """Returns all values of an array of at most `most_bytes`. All hosts must call it, in the same order.
+
+    Raises UserError if it has more.
+    """
     if array.nbytes > most_bytes:
         raise UserError(
             f"gathered: {array.dtype.name}{list(array.shape)} has {units.size(array.nbytes)}, and every host would "

@@ -98,7 +98,7 @@ def answer(
 
 
 def split(address: str) -> tuple[str, int]:
-    """Splits "HOST:PORT" into host and port; an IPv6 host is in brackets."""
+    """Splits "HOST:PORT" into host and port; an IPv6 host is in brackets. Raises UserError if it is malformed."""
     host, _, port = address.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     if is_bracketed:
@@ -201,7 +201,10 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
 
 
 def bindable(host: str) -> str:
-    """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces."""
+    """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces.
+
+    Raises UserError if `host` cannot be looked up, and OSError if binding fails otherwise.
+    """
     with socket.socket(_family(host)) as probe:
         try:
             probe.bind((host, 0))

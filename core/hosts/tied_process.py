@@ -19,7 +19,7 @@ def tied(command: Sequence[str], number: signal.Signals = signal.SIGKILL) -> lis
     """Returns a command that becomes `command`, and gets the signal `number` when this process has ended.
 
     The signal is sent when the thread that starts the child ends, so that thread must outlive the child. Without
-    `prctl`, the command is returned as it is.
+    `prctl`, the command is returned as it is. Raises FileNotFoundError if there is no such program.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])

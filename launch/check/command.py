@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the checks and prints their findings."""
+    """Makes the checks and prints their findings.
+
+    Raises UserError if --ship is given for another level than `config`.
+    """
     slice_ = slices.get(args.slice)
     if args.ship and args.level != "config":
         raise UserError(

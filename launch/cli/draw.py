@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the drawing."""
+    """Prints the drawing. Raises UserError if the options do not fit the schedule."""
     if args.repeats is None and args.schedule in _NEED_REPEATS:
         raise UserError(f"draw {args.schedule}: --repeats is required, such as --repeats 2")
     if args.repeats is not None and args.schedule not in _TAKE_REPEATS:

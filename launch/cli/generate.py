@@ -82,7 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Continues prompts, and prints or writes the continuations; without prompts, converses."""
+    """Continues prompts, and prints or writes the continuations; without prompts, converses.
+
+    Raises UserError if options are out of range or contradictory.
+    """
     for name in ("top_p", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")

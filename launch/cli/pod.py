@@ -84,7 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs an action of pod.sh, or trains in the place that the flags select."""
+    """Runs an action of pod.sh, or trains in the place that the flags select.
+
+    Raises UserError if arguments are missing or contradictory, or select no place.
+    """
     if args.target == "profile" or (args.target in ("logs", "tensorboard") and args.experiment):
         return _of_a_run(args)
     if args.target in (*workstation.ACTIONS, *lifecycle.ACTIONS):

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the cache, and prints a summary."""
+    """Writes the cache, and prints a summary. Raises UserError if options are missing or need --task."""
     if args.task:
         return _run_task(args)
     if alone := [f"--{name.replace('_', '-')}" for name in _OF_TASKS if getattr(args, name) is not None]:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_benchmark(args: argparse.Namespace) -> int | None:
-    """Returns the number of examples to score; None: all."""
+    """Returns the number of examples to score; None: all. Raises UserError if options of held-out data are given."""
     if args.all_steps or args.submission:
         raise UserError(
             "--all-steps and --submission are for the run's own held-out data, not for benchmarks: leave them out"
@@ -91,7 +91,8 @@ def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]
 def seqio_metrics(name: str, model: LoadedModel, *, limit: int | None) -> dict[str, dict[str, float]]:
     """Returns the metrics of a registered seqio task or mixture, by task and metric.
 
-    All hosts must call it; host 0 reads the data. `limit`: most examples of each task; None: all.
+    All hosts must call it; host 0 reads the data. `limit`: most examples of each task; None: all. Raises UserError if
+    the model lacks the task's vocabulary.
     """
     from launch.runs.task_metrics import WAIT_SECONDS, Answers
     from tasks.text import seqio_metrics, seqio_tasks

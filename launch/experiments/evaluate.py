@@ -126,7 +126,7 @@ def _examples(text: str) -> int | str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the evaluation that the arguments ask for."""
+    """Runs the evaluation that the arguments ask for. Raises UserError if the run's data or task does not fit."""
     other = _other(args)
     args.step = saved_steps.best_of(args.run_dir) if args.step == saved_steps.BEST else args.step
     if other is not None:
@@ -235,6 +235,9 @@ def score(
 
     Returns:
       The scores, and the steps of checkpoints that were removed before they were read.
+
+    Raises:
+      UserError: all checkpoints to score were removed before they were read.
     """
     experiment = run.experiment
     judge, about = _judge(experiment), {"evaluated_on": asked.describe(), "slice": experiment.slice}

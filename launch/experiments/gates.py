@@ -57,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluates gates, prints the table, and writes table and chunks to RUN/evaluation."""
+    """Evaluates gates, prints the table, and writes table and chunks to RUN/evaluation.
+
+    Raises UserError if options are invalid, or the run or its data does not fit.
+    """
     names = [name for name in args.gates.split(",") if name]
     if not names:
         raise UserError("--gates: expected names of gates, such as skip,update,random,oracle,reconstruction")

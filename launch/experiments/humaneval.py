@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints pass@k of the programs that the model writes; --json writes the completions."""
+    """Prints pass@k of the programs that the model writes; --json writes the completions.
+
+    Raises UserError if options are missing or contradictory.
+    """
     limit = benchmarks.require_benchmark(args)
     if args.temperature is not None and args.samples in (None, 1):
         raise UserError("--temperature is of several samples, and one sample is greedy: give --samples, too")

@@ -140,7 +140,10 @@ def adapter(scores: TextScores) -> Any:
 
 
 def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a task's generation options to arguments of `TextScores.continued`."""
+    """Converts a task's generation options to arguments of `TextScores.continued`.
+
+    Raises UserError if one is unknown or malformed.
+    """
     options = dict(given)
     until = options.pop("until", None) or []
     until = [until] if isinstance(until, str) else until

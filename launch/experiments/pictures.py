@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the sheet to RUN/evaluation/pictures.png."""
+    """Writes the sheet to RUN/evaluation/pictures.png. Raises UserError if --num-examples is given."""
     if args.num_examples:
         raise UserError("--pictures chooses its own examples: leave --num-examples out")
     found = asked.opened(args, "--pictures")

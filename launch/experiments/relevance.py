@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table, and how choices for the same image overlap."""
+    """Prints the table, and how choices for the same image overlap.
+
+    Raises UserError if options, model or questions do not fit.
+    """
     if args.num_examples:
         raise UserError("--relevance takes all questions: leave --num-examples out")
     found = asked.opened(args, "--relevance")

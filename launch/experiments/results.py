@@ -212,7 +212,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs, lists or analyzes the experiments of a suite.
 
-    Returns 0 if all are done or nothing is run, 1 if one is not done, or the exit code of an interruption.
+    Returns 0 if all are done or nothing is run, 1 if one is not done, or the exit code of an interruption. Raises
+    UserError if options are invalid or do not fit this machine.
     """
     jax.config.update("jax_platforms", "cpu")  # for this process; the runs that it starts use the chips
     runs = not (args.analyze or args.list)

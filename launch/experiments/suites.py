@@ -78,7 +78,7 @@ def groups() -> list[str]:
 def files(group: str) -> list[Path]:
     """Returns the experiment files of a group, of groups with a prefix, or of a folder.
 
-    `all` stands for the groups with the prefixes NUMBERED.
+    `all` stands for the groups with the prefixes NUMBERED. Raises UserError if there is no such group.
     """
     if "/" in group or Path(group).is_dir():
         return _of_folder(Path(group))
@@ -121,6 +121,9 @@ def load(
       root: the folder of the run directories; None: `environment.run_root()`.
       level: the level of a check to make instead of a run; None: a run.
       check_data: whether problems with the data are mistakes; not used with `level`.
+
+    Raises:
+      UserError: an experiment or its data has mistakes.
     """
     problems: dict[str, list[str]] = {}  # the names of the experiments with each mistake
     first: dict[str, str] = {}

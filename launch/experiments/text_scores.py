@@ -75,6 +75,9 @@ class TextScores:
           max_tokens: most new ids per prompt.
           sampling: how ids are drawn; by default, the most likely one is taken.
           seed: seed of the draws.
+
+        Raises:
+          UserError: `max_tokens` leaves no position for a prompt.
         """
         most = self.model.generator.max_positions
         if most is not None and max_tokens >= most:

@@ -170,7 +170,10 @@ def _prepare_platform(*, on_tpu_host: bool) -> None:
 
 
 def local() -> slices.Slice:
-    """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU."""
+    """Returns the slice of this machine: its TPU slice, its GPUs, or its CPU.
+
+    Raises UserError if JAX does not list its devices.
+    """
     place = tpu_host.look()
     if place.accelerator_type:
         return slices.get(place.accelerator_type)

@@ -50,7 +50,10 @@ class FolderSight:
         return model
 
     def expanded(self, text: str, images: Images) -> str:
-        """Repeats each image token of a prompt once for each vector of its image."""
+        """Repeats each image token of a prompt once for each vector of its image.
+
+        Raises UserError unless there is one token for each image.
+        """
         parts, token = self.prompts.parts(text), self.prompts.token
         has, given = units.counted(len(parts) - 1, "image token"), units.counted(len(images), "image")
         if len(parts) > 1 and not images:

@@ -229,7 +229,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables; returns 1 if an uncompiled step does not seem to fit, otherwise 0."""
+    """Prints the tables; returns 1 if an uncompiled step does not seem to fit, otherwise 0.
+
+    Raises UserError if options contradict each other.
+    """
     if args.compile and args.strategies is not None:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
     if args.scale_from:

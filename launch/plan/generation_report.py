@@ -24,6 +24,9 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
 
     Returns:
       JSON values, one for each batch size.
+
+    Raises:
+      UserError: the model lacks an ability, or a batch size does not fit.
     """
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
     for note in config.notes:

@@ -348,7 +348,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, explains one layout (--explain), or predicts the speed of generation (--generate)."""
+    """Plans, explains one layout (--explain), or predicts the speed of generation (--generate).
+
+    Raises UserError if options contradict each other.
+    """
     names = slice_ranking.names(args.slice)
     candidates.require_known(args.only)
     if len(names) > 1:

@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Joins the other hosts and trains; returns the exit code."""
+    """Joins the other hosts and trains; returns the exit code.
+
+    Raises UserError if --check and --steps are both given.
+    """
     if args.check and args.steps:
         raise UserError("--check and --steps exclude each other: a smoke run has 20 steps")
     noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

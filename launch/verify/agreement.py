@@ -46,7 +46,7 @@ def sized(experiment: Experiment, examples: Mapping[str, Example]) -> Experiment
 
 
 def own_batches(experiment: Experiment, *, steps: int) -> list[Batch]:
-    """Returns the first training batches of the experiment's own task."""
+    """Returns the first training batches of the experiment's own task. Raises UserError if its data has problems."""
     one = ONE_DEVICE
     alone = dataclasses.replace(experiment, slice=one.slice, strategy=one.strategy, accum_steps=1, gather_once=False)
     program = alone.bind(jax.devices())
@@ -75,6 +75,9 @@ def measure_played(
       data: global batches, one for each step.
       processes: number of processes per slice.
       command: the command of each process, without `--into` and `--record`.
+
+    Raises:
+      UserError: the processes cannot be run.
     """
     want = agreement.run(subject.alone(data[0], dtype="float32"), data)
     found: dict[str, Apart] = {}
@@ -157,6 +160,8 @@ def run(args: argparse.Namespace) -> int:
 
     Returns 1 if one differs from one device, one that was asked for does not support the model, or none does; otherwise
     0.
+
+    Raises UserError if options contradict each other.
     """
     if not args.experiment and (args.gin or args.slice or args.own_optimizer):
         raise UserError(

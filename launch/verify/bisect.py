@@ -90,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
       0 if they are equal within the tolerances, 1 if they differ; 128 or more if a signal ended a variant.
+
+    Raises:
+      UserError: a variant is malformed or cannot be run.
     """
     variants = {side: parse(text, experiment=args.experiment) for side, text in (("A", args.a), ("B", args.b))}
     experiments = {side: variant.experiment(args.slice) for side, variant in variants.items()}
@@ -123,6 +126,8 @@ def parse(text: str, *, experiment: str) -> Variant:
     """Parses a variant: gin bindings, `hosts=N`, `checkpoint=RUN` and `config=FILE`, separated by `;`.
 
     `experiment`: the experiment file of a variant without `config`.
+
+    Raises UserError if `hosts` is not a positive integer, or there is no such checkpoint.
     """
     settings, bindings = {"config": experiment, "hosts": "1", "checkpoint": ""}, []
     for part in filter(None, (part.strip() for part in text.split(";"))):

@@ -203,7 +203,7 @@ def _has_whole_sum(value: Any) -> bool:
 def batches_of(task: Task, program: Program, *, steps: int) -> list[Batch]:
     """Returns the first `steps` global training batches of a prepared task.
 
-    All hosts must call it, and get all rows.
+    All hosts must call it, and get all rows. Raises UserError if the batches end before.
     """
     stream = task.train(program.partitioner.data_layout(batch_size(program.spec)), seed=program.seed)
     batches = []

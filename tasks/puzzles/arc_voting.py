@@ -105,7 +105,10 @@ class Judge:
 
 
 def read_judge(directory: str) -> Judge | None:
-    """Returns the judge of an ARC dataset; None if the folder has no test_puzzles.json."""
+    """Returns the judge of an ARC dataset; None if the folder has no test_puzzles.json.
+
+    Raises UserError if that file is damaged or empty.
+    """
     file = paths.resolve(directory) / arc_sets.TEST_PUZZLES
     if not file.exists():
         return None
@@ -154,7 +157,8 @@ def ranked(candidates: Mapping[Grid, Support]) -> list[Grid]:
 def pass_at(votes: Votes, puzzles: Mapping[str, Any], *, ks: Sequence[int] = KS) -> dict[int, float]:
     """Returns pass@k by k, averaged over puzzles.
 
-    pass@k of a puzzle is the fraction of its tests solved by one of the k best candidates.
+    pass@k of a puzzle is the fraction of its tests solved by one of the k best candidates. Raises UserError if there
+    are no puzzles.
     """
     if not puzzles:
         raise UserError("no puzzles to score; expected the content of test_puzzles.json")

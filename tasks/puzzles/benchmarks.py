@@ -26,7 +26,7 @@ def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
 
 
 def rating(row: Row, file: paths.Path, number: int) -> int:
-    """Returns the difficulty rating of a puzzle."""
+    """Returns the difficulty rating of a puzzle. Raises UserError if it is not an integer."""
     try:
         return int(row["rating"])
     except (TypeError, ValueError):

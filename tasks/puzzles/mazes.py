@@ -59,7 +59,10 @@ def _cell(place: np.ndarray) -> Cell:
 
 
 def solve(grid: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the maze with a shortest path marked, and the path's number of steps."""
+    """Returns the maze with a shortest path marked, and the path's number of steps.
+
+    Raises UserError without exactly one start and one goal, or without a path.
+    """
     places = [np.argwhere(grid == token) for token in (START, GOAL)]
     if any(len(found) != 1 for found in places):
         raise UserError(f"a maze has {len(places[0])} S and {len(places[1])} G, expected one of each")

@@ -43,7 +43,7 @@ class Shape:
 
 @functools.cache
 def shape(size: int) -> Shape:
-    """Returns the structure of grids of one size."""
+    """Returns the structure of grids of one size. Raises UserError for other sizes than those of BOXES."""
     if size not in BOXES:
         raise UserError(f"sudoku: size is {size!r}, expected one of {', '.join(map(str, BOXES))}")
     row, column = np.divmod(np.arange(size**2), size)

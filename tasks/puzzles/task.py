@@ -239,7 +239,7 @@ class PuzzleTask:
         return {"inputs": tokens, "labels": tokens, "puzzle_ids": Field((batch_size,), np.int32, ("batch",))}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Reads the dataset, which host 0 builds if necessary."""
+        """Reads the dataset, which host 0 builds if necessary. Raises UserError if it does not fit the task."""
         self.source.prepare(run_dir, is_host_zero=is_host_zero)
         if problems := self._misfits({name: self.source.split(name).metadata for name in files.SPLITS}):
             raise UserError("\n".join(problems))

@@ -87,6 +87,9 @@ class Parts:
           most: maximum number of examples per part.
           filters: which examples are left out; None: none.
           arguments: options of the Apache Beam pipeline.
+
+        Raises:
+          UserError: the pipeline fails.
         """
         import apache_beam
         from apache_beam.options.pipeline_options import PipelineOptions

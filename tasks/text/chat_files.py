@@ -248,7 +248,10 @@ class ChatStream(packing.PackedStream):
 
 
 def read_chat(path: str, number: int, line: bytes) -> Chat | None:
-    """Returns the conversation on a line; None if the line has only white space."""
+    """Returns the conversation on a line; None if the line has only white space.
+
+    Raises UserError if it has another format.
+    """
     record, where = documents.json_line(path, number, line), f"{path}:{number}"
     if record is None and not line.strip():
         return None

@@ -56,7 +56,10 @@ class ChatTemplate:
         return "".join(self._blocks(messages, now, variables))
 
     def marked(self, messages: Sequence[Message], *, now: datetime.date, **variables: Any) -> tuple[str, list[Range]]:
-        """Returns the text as `render`, and the ranges of characters in `{% generation %}` tags."""
+        """Returns the text as `render`, and the ranges of characters in `{% generation %}` tags.
+
+        Raises jinja2.TemplateError if such a tag is inside a macro, `set` or `filter`.
+        """
         blocks: list[str] = []
         marks: list[tuple[int, str]] = []
         tokens = _blocks.set(blocks), _marks.set(marks)

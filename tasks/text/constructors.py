@@ -217,6 +217,9 @@ def chats(
       length: tokens per row. Longer conversations are cut, and skipped if no token of an answer is left.
       num_streams: number of data streams; divides the batch size.
       vocabulary: the tokenizer of a published model.
+
+    Raises:
+      UserError: the vocabulary has no chat template, or another argument is invalid.
     """
     if not can(vocabulary, FormatsChats):
         raise UserError(
@@ -285,6 +288,9 @@ def huggingface(
       length: tokens per row.
       num_streams: number of data streams; divides the batch size.
       vocabulary: None: bytes.
+
+    Raises:
+      UserError: an argument has the wrong type or is out of range.
     """
     for argument, value in {"name": name, "split": split, "validation_split": validation_split, "field": field}.items():
         check_text(value, where=f"text.huggingface.{argument}")
@@ -331,6 +337,9 @@ def seqio(
       vocabulary: for Renga's own tasks; None: bytes, or the vocabulary of your own task's features.
       length: tokens per row.
       num_streams: number of data streams; divides the batch size.
+
+    Raises:
+      UserError: an argument is missing, out of range, or not for this task.
     """
     for argument, value in {"name": name, "module": module or name, "cache": cache or name}.items():
         check_text(value, where=f"text.seqio.{argument}")
@@ -367,6 +376,9 @@ def tokens(
       length: tokens per row.
       num_streams: number of data streams; divides the batch size.
       vocabulary: the one with which the documents were converted; None: bytes.
+
+    Raises:
+      UserError: an argument has the wrong type or is out of range.
     """
     if not isinstance(concatenate, bool):
         raise UserError(f"text.tokens.concatenate is {concatenate!r}, expected True or False")
@@ -410,6 +422,9 @@ def mixture(*, tasks: Sequence[TextTask], weights: Sequence[float]) -> TextTask:
     Args:
       tasks: tasks with the same vocabulary, length and number of streams; not `chats` or live `seqio`.
       weights: relative shares of rows, positive.
+
+    Raises:
+      UserError: weights are invalid, or tasks are missing, repeated or do not mix.
     """
     tasks, weights = tuple(tasks), tuple(weights)
     if not tasks or len(tasks) != len(weights):

@@ -24,7 +24,10 @@ LEAST_WORDS, LEAST_CHARACTERS = 4, 16  # shorter runs and substrings are in most
 
 
 def read(patterns: Sequence[str]) -> list[str]:
-    """Returns the texts of evaluation sets: .txt files, and the strings in .jsonl files."""
+    """Returns the texts of evaluation sets: .txt files, and the strings in .jsonl files.
+
+    Raises UserError if a pattern matches no file.
+    """
     texts: list[str] = []
     for pattern in patterns:
         files = sorted(paths.matching(pattern))

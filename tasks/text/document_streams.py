@@ -96,7 +96,7 @@ class DocumentSource(Corpus):
 
 
 def with_end(ids: list[int], vocabulary: Vocabulary, *, where: Callable[[], str]) -> np.ndarray:
-    """Returns the ids of a document and the end-of-document id, int32.
+    """Returns the ids of a document and the end-of-document id, int32. Raises UserError if one is out of range.
 
     If the vocabulary reads special tokens, a text written as `<s>Hi</s>` gets the same ids as `Hi`.
     """

@@ -241,7 +241,7 @@ def intake_of(corpus: Corpus) -> Intake:
 
 
 def json_line(path: str, number: int, line: bytes) -> Any:
-    """Returns the value of one line of JSON; None if the line is only white space."""
+    """Returns the value of a line of JSON, None if it is blank. Raises MalformedDocument if it is not JSON."""
     if not line.strip():
         return None
     where = f"{path}:{number}"
@@ -259,6 +259,9 @@ def json_text(field: str, path: str, number: int, line: bytes) -> bytes:
       field: the key of the text.
       path, number: the file and the line number, for messages.
       line: the line.
+
+    Raises:
+      MalformedDocument: the line is not JSON, or `field` has no valid text.
     """
     if not line.strip():
         return b""
@@ -281,6 +284,8 @@ def checked(content: bytes, *, where: str, is_cut: bool = False) -> bytes:
     """Checks that a document is UTF-8 text and returns it; b"" if it is only white space.
 
     `is_cut`: whether `content` is only the beginning, possibly cut inside a character.
+
+    Raises MalformedDocument if it is not UTF-8 or has a NUL character.
     """
     _require_utf8(content, where, is_cut=is_cut)
     if (at := content.find(b"\0")) >= 0:

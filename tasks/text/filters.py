@@ -28,7 +28,10 @@ class Filters:
     digest: str = ""
 
     def excluded(self, via: Callable[[str], str] = str) -> Excluded | None:
-        """Reads the evaluation sets, each text converted by `via`; None if `exclude` is empty."""
+        """Reads the evaluation sets, each text converted by `via`; None if `exclude` is empty.
+
+        Raises UserError if files are missing or changed.
+        """
         if not self.exclude:
             return None
         texts = decontamination.read(self.exclude)

@@ -31,6 +31,8 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
     """Registers a task of documents or conversations as a seqio Task, and returns it.
 
     `options` are those of `seqio.TaskRegistry.add`, such as `metric_fns`.
+
+    Raises UserError if the task does not read documents or conversations itself.
     """
     seqio, tf, source = seqio_tasks.library(), tensorflow(), task.corpus
     features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]

@@ -106,7 +106,10 @@ class TrainedSentencePiece(SentencePiece):
         return self._size
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Trains a model on host 0 unless the run already has one; the others read it."""
+        """Trains a model on host 0 unless the run already has one; the others read it.
+
+        Raises UserError if it is missing or changed.
+        """
         folder = paths.resolve(run_dir) / "vocabulary"
         model, digest = folder / f"sentencepiece_{self._size}.model", folder / f"sentencepiece_{self._size}.sha256"
         if is_host_zero and not digest.exists():

@@ -70,7 +70,10 @@ class SeqioCache(DocumentSource):
 
     @functools.cached_property
     def saved(self) -> Mapping[str, Any] | None:
-        """The content of `seqio.json`; None before it is written."""
+        """The content of `seqio.json`; None before it is written.
+
+        Raises UserError if it is damaged or does not fit the task.
+        """
         file = paths.resolve(self.path) / FILE
         try:
             found = foreign_json.load_object(file.read_bytes(), _KINDS)
@@ -129,6 +132,9 @@ class SeqioCache(DocumentSource):
           report: called with the progress; None: `say` gets a line every 10 s.
           beam: options of Apache Beam; None: the pipeline runs without Beam.
           filters: which examples are left out; None: none, but an existing cache may have any filters.
+
+        Raises:
+          UserError: the task cannot be cached, or the existing cache does not fit.
         """
         self.__dict__.pop("saved", None)  # another host may have written it
         if filters:

@@ -37,7 +37,10 @@ class Measured(NamedTuple):
         return {"eos_id": seqio_tasks.eos_id(found.output_features["targets"].vocabulary), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-        """Returns the metrics that are numbers, by task and metric, from `answered`'s outputs."""
+        """Returns the metrics that are numbers, by task and metric, from `answered`'s outputs.
+
+        Raises UserError if a metric fails.
+        """
         evaluator, types = _evaluator(self), seqio_tasks.library().metrics.ModelOutputType
         of = {id(dataset): outputs[name] for name, dataset in evaluator.cached_model_datasets.items()}
 

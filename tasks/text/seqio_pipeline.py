@@ -99,6 +99,8 @@ def definition(asked: Asked) -> dict[str, Any]:
     `vocabulary` is described by `seqio_tasks.described`. `tasks` has for each task its mixing `rate`, the number of
     `shards` by split, the `files` of its source, whether it `draws` random numbers, the outputs that its `metrics`
     need, and checksums of its `first` examples.
+
+    Raises UserError if the task cannot be read.
     """
     try:
         return _definition(asked)

@@ -132,7 +132,7 @@ class Rows:
             )
 
     def read(self, start: int, stop: int) -> Iterator[bytes | None]:
-        """Yields the values of rows start to stop - 1, None for null."""
+        """Yields the values of rows start to stop - 1, None for null. Raises UnreadableFile if the file is damaged."""
         import pyarrow
 
         groups = [g for g, (a, b) in enumerate(itertools.pairwise(self.groups)) if a < stop and b > start]

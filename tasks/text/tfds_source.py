@@ -126,7 +126,10 @@ def _name_problems(name: str, *, setting: str) -> list[Problem]:
 
 
 def examples(name: str, split: str, *, data_dir: str | None) -> Any:
-    """Returns an iterable over the examples of a prepared dataset, in the order of its files."""
+    """Returns an iterable over the examples of a prepared dataset, in the order of its files.
+
+    Raises UserError if there is no such split.
+    """
     tensorflow()
     builder = prepared(name, data_dir)
     try:

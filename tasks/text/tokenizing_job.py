@@ -36,7 +36,10 @@ class Job:
     filters: Filters
 
     def source(self) -> TextFiles | Tfds | HuggingFace:
-        """Returns the source; without `validation`, both of its splits are `data`."""
+        """Returns the source; without `validation`, both of its splits are `data`.
+
+        Raises UserError if a dataset is given with other data or several validation splits.
+        """
         kind, _, name = self.data[0].partition(":")
         if kind not in ("tfds", "hub"):
             return TextFiles(self.data, self.validation or self.data, self.field)

@@ -98,7 +98,10 @@ def bytes() -> Bytes:  # shadows the builtin, so that gin files can say `vocabul
 
 
 def sentencepiece(path: str | None = None) -> Vocabulary:
-    """Returns the vocabulary of an existing SentencePiece model, local or gs://."""
+    """Returns the vocabulary of an existing SentencePiece model, local or gs://.
+
+    Raises UserError if `path` is not text.
+    """
     if path is not None and not isinstance(path, str):
         raise UserError(f"vocabularies.sentencepiece: path is {path!r}, expected the path of a .model file as a string")
     from tasks.text.sentencepieces import SentencePiece
@@ -130,7 +133,7 @@ def named(name: str | None) -> Vocabulary:
 def trained_sentencepiece(size: int) -> Vocabulary:
     """Returns a SentencePiece vocabulary of `size` ids, which a run trains before its first step.
 
-    `size` is at least 300.
+    Raises UserError if `size` is not an integer of at least 300.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 300:
         raise UserError(f"vocabularies.trained_sentencepiece: size is {size!r}, expected an integer of at least 300")
