@@ -1,12 +1,4 @@
-"""Reads the arrays of a saved step, written by any number of hosts and with any mesh.
-
-`read_arrays` puts a host's shards on its devices. `Arrays.blocks` needs no accelerator and no model: it yields an array
-block by block on a single machine, so a step can be read while a run trains. A block is the shard that one device
-wrote; only a few are in memory at a time, so the step may be larger than the machine's memory.
-
-Both read the same files and no others, so that they agree on whether a step is intact. Orbax's metadata of the tree and
-of shardings may be damaged or missing: the metadata of the step, which has a checksum, says the same.
-"""
+"""Reads the arrays of a saved step, written by any number of hosts and with any mesh."""
 
 import collections
 import itertools
@@ -31,26 +23,16 @@ _JOINED_BY = "."  # separator in the names under which arrays are stored; elsewh
 
 
 class Block(NamedTuple):
-    """A part of an array.
-
-    Attributes:
-      origin: index of its first element, one per axis.
-      values: its elements.
-    """
+    """A part of an array; `origin` is the index of its first element."""
 
     origin: tuple[int, ...]
     values: np.ndarray
 
 
 class Arrays:
-    """The arrays of one saved step, named as by `reading.by_name`.
-
-    Methods raise FileNotFoundError if the step has no array of the given name; damaged files cause exceptions of many
-    types.
-    """
+    """The arrays of one saved step, named as by `reading.by_name`."""
 
     def __init__(self, step_folder: paths.Path):
-        """Lists the arrays in the folder of a step."""
         self._files = {"driver": "ocdbt", "base": paths.kvstore(step_folder / steps.STATE_PART)}
         # The cache makes TensorStore read the directory of a bucket once, and not once per array.
         self._context = tensorstore.Context(
@@ -68,12 +50,12 @@ class Arrays:
         return _comparable(name) in self._stored
 
     def kind(self, name: str) -> str:
-        """Returns dtype and shape as text: `float32[8, 6]`."""
+        """Returns dtype and shape: `float32[8, 6]`."""
         opened = self._open(name)
         return f"{opened.dtype.name}{list(opened.shape)}"
 
     def number(self, name: str) -> int:
-        """Returns the array's fingerprint, the same 32-bit integer as `reading.fingerprints` returns."""
+        """Returns the array's fingerprint (`reading.fingerprints`)."""
         shape = self._open(name).shape
         numbers = (
             reading.fingerprint_of_block(block.values, origin=block.origin, shape=shape) for block in self.blocks(name)
@@ -81,7 +63,7 @@ class Arrays:
         return sum(numbers) % 2**32
 
     def blocks(self, name: str) -> Iterator[Block]:
-        """Yields every block of an array; the next ones are read in the background."""
+        """Yields an array in the blocks in which it was written."""
         opened = self._open(name)
         waiting: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
         bytes_each = max(math.prod(_block_shape(opened)) * opened.dtype.numpy_dtype.itemsize, 1)
@@ -93,24 +75,17 @@ class Arrays:
             yield _finished(*waiting.popleft())
 
     def read(self, name: str, block: Block) -> np.ndarray:
-        """Reads the part of `name` at the same place as a block of another array of the same shape."""
+        """Reads the part of `name` at the place of `block`."""
         region = tuple(slice(o, o + n) for o, n in zip(block.origin, block.values.shape, strict=True))
         return self._open(name)[region].read().result()
 
     def part(self, name: str, index: int | None) -> np.ndarray:
-        """Reads the entry of an array at an index of its first axis, or the whole array if `index` is None."""
+        """Reads the entry at an index of the first axis; None: the whole array."""
         opened = self._open(name)
         return (opened if index is None else opened[index]).read().result()
 
     def placed(self, wanted: Mapping[str, Any]) -> Iterator[jax.Array]:
-        """Yields the arrays of `wanted` in order, in its dtypes and shardings; reads all of them at the same time.
-
-        Args:
-          wanted: jax.ShapeDtypeStruct by name, with shardings, which decide which shards this host reads.
-
-        Raises:
-          DamagedError: a stored array has another shape.
-        """
+        """Yields the arrays of `wanted` (jax.ShapeDtypeStruct with shardings, by name) in order."""
         opening = {name: self._opening(name) for name in wanted}
         begun = {name: _Shards(name, opening[name].result(), leaf) for name, leaf in wanted.items()}
         for name, leaf in wanted.items():
@@ -133,11 +108,7 @@ class Arrays:
 
 
 class _Shards:
-    """Starts to read this host's shards of an array. Called with the index of a shard, waits for it and returns it.
-
-    Raises:
-      DamagedError: the stored array does not have the shape of `leaf`, the requested array (shape, dtype, sharding).
-    """
+    """Starts to read this host's shards of an array; calling it with an index waits for that shard."""
 
     def __init__(self, name: str, opened: Any, leaf: Any):
         if opened.shape != leaf.shape:
@@ -156,7 +127,6 @@ class _Shards:
 
 
 def _comparable(name: str) -> str:
-    """Returns a form of a name that is the same for the name in a step's metadata and for the name in its files."""
     return name.replace("/", _JOINED_BY)
 
 
@@ -179,14 +149,9 @@ def _finished(origin: tuple[int, ...], pending: Any) -> Block:
 
 
 def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:
-    """Returns a tree like `abstract_state` with the arrays of the same names; does not wait for other hosts.
+    """Returns a tree like `abstract_state` with the arrays of the same names; not collective.
 
-    Args:
-      step_folder: folder of a step.
-      abstract_state: a tree of jax.ShapeDtypeStruct, each with the sharding to restore into.
-
-    Raises:
-      Exception: of many types, if an array is missing, has another shape, or is damaged.
+    `abstract_state` is a tree of jax.ShapeDtypeStruct with shardings.
     """
     stored, wanted = Arrays(step_folder), reading.by_name(abstract_state)
     found = [array for group in _groups(wanted) for array in stored.placed(group)]
@@ -194,7 +159,6 @@ def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:
 
 
 def _groups(wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the arrays, in order, in groups with at most _TOGETHER_BYTES on this host, or of a single larger array."""
     group: dict[str, Any] = {}
     group_bytes = 0
     for name, leaf in wanted.items():

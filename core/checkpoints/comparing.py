@@ -1,7 +1,4 @@
-"""Compares two checkpoints: parameter trees, array values, configurations and package versions.
-
-Arrays with equal fingerprints are equal, so only arrays whose fingerprints differ are read.
-"""
+"""Compares two checkpoints."""
 
 import difflib
 import math
@@ -19,15 +16,13 @@ MOST_SHOWN = 20  # arrays whose differences are listed
 
 
 class ArrayDifference(NamedTuple):
-    """The difference between two arrays of the same shape and dtype.
+    """How two arrays of the same shape and dtype differ.
 
     Attributes:
-      name: name of the array.
-      relative: ||a - b|| / ||a|| over the elements that are finite in both arrays; inf if only `a` is zero there.
+      relative: ||a - b|| / ||a|| over elements that are finite in both; inf if only `a` is zero there.
       largest: the largest |a - b| over the same elements.
-      elements: how many elements differ; NaN equals NaN.
-      not_finite: how many of the differing elements are NaN or infinite in at least one array.
-      size: how many elements the array has.
+      elements: number of elements that differ; NaN equals NaN.
+      not_finite: how many of these are NaN or infinite in at least one array.
     """
 
     name: str
@@ -46,18 +41,9 @@ class ArrayDifference(NamedTuple):
 
 
 def compare(first: paths.Path, second: paths.Path, *, values: bool = True) -> Iterator[str]:
-    """Yields lines of text about the differences between two steps; nothing if they are equal.
+    """Yields lines of text about the differences between two steps.
 
-    If `values`, arrays that differ are listed, at most MOST_SHOWN: first those with differing NaN or infinite elements,
-    then those with the largest relative differences.
-
-    Args:
-      first: folder of one step.
-      second: folder of the other.
-      values: whether to read the arrays that differ and report by how much.
-
-    Raises:
-      UserError: the metadata or an array is damaged.
+    If not `values`, no array is read.
     """
     one, other = (_description(folder) for folder in (first, second))
     yield from _text_differences("config", one.meta, other.meta)

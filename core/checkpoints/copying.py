@@ -1,15 +1,8 @@
-"""Copies complete checkpoints of a local run directory to durable storage, such as a bucket, in the background.
-
-Saving to the disk of the host takes seconds, and the run goes on while the copy is made:
+"""Copies complete checkpoints of a local run directory to durable storage, in the background.
 
     RUN/checkpoints/100  ->  gs://BUCKET/first/checkpoints/100
 
-Every file is read back and compared before the files that mark a step as complete are written, so an interrupted copy
-is never mistaken for a step. A failed copy is reported, tried again and never ends the run. On a machine without the
-checkpoints, `fetch_newest` brings the newest one back before the run is resumed.
-
-This is only for runs of one process. With several hosts, no disk has all parts of a step; there, all hosts write to a
-bucket in parallel (--run-dir gs://…).
+This is for runs of one process.
 """
 
 from __future__ import annotations
@@ -40,16 +33,7 @@ class CopyError(RuntimeError):
 
 
 def copy_step(source: paths.Path, target: paths.Path) -> int:
-    """Copies a complete step, and returns its size in bytes; replaces a copy that is there.
-
-    Args:
-      source: folder of the step.
-      target: the folder to make, local or gs://.
-
-    Raises:
-      CopyError: a file that was read back differs.
-      OSError: a file cannot be read or written; a bucket's client raises other types, too.
-    """
+    """Copies a complete step, replacing an existing copy; returns its size in bytes."""
     if target.exists():
         steps.remove(target)
     files = paths.sizes(source)
@@ -77,12 +61,7 @@ def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
 
 
 def check_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks that `place` can hold the copies of a local run. A small file is written there and removed.
-
-    Raises:
-      UserError: there are several hosts, the run directory is remote or the same as the place, or the place is not
-        writable or has copies of another run. A run directory without id and checkpoints may take over any copies.
-    """
+    """Raises UserError if `place` cannot hold a run's copies; writes and removes a small file there."""
     if hosts > 1:
         raise UserError(
             f"checkpoint_mirror = {place!r} with {hosts} hosts: no disk has all parts of a checkpoint. Give "
@@ -104,11 +83,7 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
 
 
 def require_place(run_dir: str, place: str, *, hosts: int) -> None:
-    """Checks a place as `check_place` does, and writes the same run id into the place and the run directory.
-
-    Raises:
-      UserError: as `check_place`; or the place cannot be written.
-    """
+    """Checks a place as `check_place` does, and writes one run id into both folders."""
     check_place(run_dir, place, hosts=hosts)
     run, there = paths.resolve(run_dir), paths.resolve(place)
     paths.require_writable(there)
@@ -123,10 +98,9 @@ def _identity(folder: paths.Path) -> str:
 
 
 def fetch_newest(run_dir: str, place: str) -> int | None:
-    """Copies the newest step from `place` to the run directory; returns its number.
+    """Copies the newest step of `place` to a run directory with only older ones; returns its number.
 
-    Returns None, and copies nothing, if `place` has no step, or if the run directory has this step or a newer one.
-    Raises as `copy_step`.
+    It returns None if nothing was copied.
     """
     own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
     newest = max(steps.complete(there), default=0)
@@ -137,10 +111,10 @@ def fetch_newest(run_dir: str, place: str) -> int | None:
 
 
 class Copying:
-    """A context in which a thread copies the newest complete step whenever there is a new one."""
+    """A context in which a thread copies the newest complete step."""
 
     def __init__(self, run_dir: str, place: str, *, keep: int, say: Callable[[str], None]):
-        """Takes the run directory, the place, the number of copies to keep, and a function that prints a line."""
+        """`keep` is the number of copies to keep."""
         self._source, self._target = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
         self._keep, self._say = keep, say
         self._bookkeeping = Bookkeeping(os.fspath(self._target))
@@ -152,10 +126,7 @@ class Copying:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for the copy in progress, then copies the newest step if it was not copied yet.
-
-        If that fails several times, prints a warning.
-        """
+        """Copies the newest step; prints a warning if that fails."""
         self._ended.set()
         self._thread.join()
         if not any(self._bookkeeping.attempt(self.copy_newest) for _ in range(_LAST_ATTEMPTS)):
@@ -167,10 +138,7 @@ class Copying:
             pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
 
     def copy_newest(self) -> None:
-        """Copies the newest step and config.gin, and removes copies that are no longer kept.
-
-        Does nothing if there is no step, or the newest was copied before. Raises as `copy_step`.
-        """
+        """Copies the newest step unless it was copied; removes old copies."""
         newest = max(steps.complete(self._source), default=None)
         if newest is None or newest in (there := steps.complete(self._target)):
             return

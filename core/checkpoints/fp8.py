@@ -1,9 +1,9 @@
-"""Reads matrices in FP8 with a scale for each block, as if they were stored in float32.
+"""Reads matrices in FP8 with a scale for each block, in float32.
 
     x[i, j] = scale_inv[i / R, j / C] E4M3(weight[i, j])          blocks of R x C numbers, the last ones may be smaller
 
-DeepSeek-AI 2024 (DeepSeek-V3), section 3.3.2. Published folders have `NAME` in the dtype F8_E4M3 and `NAME_scale_inv`,
-usually in float32; `quantization_config` has the size of blocks, `weight_block_size`.
+DeepSeek-AI 2024 (DeepSeek-V3), section 3.3.2. Published folders have `NAME` in the dtype F8_E4M3 and its scales in
+`NAME_scale_inv`; `weight_block_size` in `quantization_config` is [R, C].
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SCALES = "_scale_inv"
 
 
 class Matrix(NamedTuple):
-    """An FP8 matrix with a scale for each block; its readers return float32.
+    """An FP8 matrix with a scale for each block.
 
     Attributes:
-      weight: the numbers before scaling, [rows, columns] in `E4M3`.
-      scales: the factor of each block, [blocks of rows, blocks of columns].
+      weight: numbers before scaling, [rows, columns] in `E4M3`.
+      scales: [blocks of rows, blocks of columns].
       block: rows and columns of a block.
     """
 
@@ -44,7 +44,7 @@ class Matrix(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """float32, the dtype that readers return."""
+        """float32."""
         return np.dtype(np.float32)
 
     @property
@@ -53,13 +53,11 @@ class Matrix(NamedTuple):
         return self.weight.shape
 
     def reader(self, parts: Sequence[Slices]) -> _Reader:
-        """Returns a function that reads one of `parts` in float32; a part is a slice of rows and one of columns."""
+        """Returns a function that reads one of `parts`, which have a slice of rows and one of columns."""
         return _Reader(self, parts)
 
 
 class _Reader:
-    """Dequantizes parts of a matrix."""
-
     def __init__(self, matrix: Matrix, parts: Sequence[Slices]):
         self._block = matrix.block
         self._weight = matrix.weight.reader(parts)
@@ -69,7 +67,6 @@ class _Reader:
         return tuple(slice(s.start // size, -(-s.stop // size)) for s, size in zip(part, self._block, strict=True))
 
     def __call__(self, part: Slices) -> np.ndarray:
-        """Returns one of the parts in float32."""
         where = self._of_scales(part)
         scales = self._scales(where)
         for axis, (own, of_scales, size) in enumerate(zip(part, where, self._block, strict=True)):
@@ -79,16 +76,7 @@ class _Reader:
 
 
 def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
-    """Returns the tensors of a folder; a `Matrix` replaces each FP8 tensor and its scales.
-
-    Args:
-      tensors: the tensors of the folder, by name.
-      settings: `quantization_config` of the folder's config.json.
-
-    Raises:
-      UserError: the size of blocks is missing or malformed, or an FP8 tensor is not a matrix, has no scales, or has
-        scales of another shape or dtype.
-    """
+    """Returns the tensors, with a `Matrix` in place of each FP8 tensor and its scales."""
     block = settings.get(SIZE)
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise UserError(

@@ -1,9 +1,8 @@
-"""Reads how the processor of a published model prepares images: `preprocessor_config.json` or `processor_config.json`.
+"""Reads how the processor of a published model prepares images.
 
     resize -> cut out the center, or split into frames -> pixel * rescale_factor -> (value - mean) / std
 
-The first two steps are done on the host, with uint8 (`tasks.vision.prepared`). The others are one scale and one shift
-for each color, which a model applies: (pixel / 255 - mean) / std.
+The host does the first two steps, with uint8; a model does the others as (pixel / 255 - mean) / std.
 """
 
 import dataclasses
@@ -43,17 +42,16 @@ _RESAMPLES = range(6)  # of Pillow
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageProcessor:
-    """How the processor of a published model prepares an image.
+    """How the processor of a published model prepares an image; lengths are in pixels.
 
     Attributes:
-      size: rows and columns in pixels to which an image is resized. One of `size`, `shortest_edge` and `longest_edge`
-        is given; the others are None.
-      shortest_edge, longest_edge: length of this edge in pixels after resizing; the other keeps the proportions.
-      crop: rows and columns that are cut out of the center after resizing; None: nothing is cut off.
-      frame: edge in pixels of the square frames of a processor that can split images; None: it has no frames.
-      splits: whether an image larger than a frame is split into frames; otherwise it is resized to one frame.
-      resample: the filter for resizing, by Pillow's number, 0 to 5.
-      mean, std: three numbers, one per color; a model reads (pixel / 255 - mean) / std.
+      size: rows and columns after resizing. One of `size`, `shortest_edge` and `longest_edge` is given.
+      shortest_edge, longest_edge: length of this edge after resizing; the proportions are kept.
+      crop: rows and columns cut out of the center; None: nothing is cut off.
+      frame: edge of the square frames; None: the processor has none.
+      splits: whether a larger image is split into frames; otherwise it is resized to one.
+      resample: Pillow's number of the filter, 0 to 5.
+      mean, std: one number per color.
     """
 
     size: tuple[int, int] | None = None
@@ -68,7 +66,7 @@ class ImageProcessor:
 
     @property
     def prepared_size(self) -> tuple[int, int] | None:
-        """The rows and columns of all prepared images; None if they depend on the image."""
+        """Rows and columns of all prepared images; None if they depend on the image."""
         if self.frame is not None:
             return self.frame, self.frame
         return self.crop or self.size
@@ -76,15 +74,13 @@ class ImageProcessor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageInput:
-    """How a published model reads images: how they are prepared, and which tokens stand for them in a text.
+    """How a published model reads images.
 
     Attributes:
       folder: the folder of the model, as it was given.
-      processor: how images are prepared.
-      image_size: pixels along a side of a prepared image, or of one of its frames.
-      image_tokens: number of tokens that stand for such an image or frame.
-      token_id: the id of these tokens.
-      has_frames: whether the text has a marker before each frame that says which one it is, as for SmolVLM.
+      image_size: pixels along a side of a prepared image or frame.
+      image_tokens: number of tokens for such an image or frame.
+      has_frames: whether the text has a marker before each frame.
     """
 
     folder: str
@@ -98,13 +94,7 @@ class ImageInput:
 def read(folder: paths.Path, usual: str) -> ImageProcessor:
     """Reads how the processor of a published model prepares images.
 
-    Args:
-      folder: with the small files of a published model.
-      usual: the `image_processor_type` of a folder that names none.
-
-    Raises:
-      UserError: preprocessor_config.json, and processor_config.json with `image_processor`, are both missing; the file
-        is malformed or names an unsupported processor; or values are not supported (the message lists all of them).
+    `usual` is the `image_processor_type` of a folder that names none.
     """
     found = {name: published_files.read_object(folder / name) for name in FILES if (folder / name).exists()}
     inside = found.get(published_files.PROCESSOR, {}).get("image_processor")
@@ -175,12 +165,10 @@ _EXPECTED = {
 
 
 def _shape(values: Mapping[str, Any]) -> str:
-    """Returns the form that `size` must have, a key of `_EXPECTED`, for a processor with these default values."""
     return "frame" if "max_image_size" in values else "shortest"
 
 
 def _edges(value: Any, shape: str) -> dict[str, int] | None:
-    """Returns `{edge: pixels}` from a size of the form `shape` (a key of `_EXPECTED`); None if it is malformed."""
     if isinstance(value, int) and not isinstance(value, bool) and shape != "frame":
         value = {"shortest_edge": value} if shape == "shortest" else {"height": value, "width": value}
     if not isinstance(value, Mapping) or not all(type(edge) is int and 0 < edge < 2**15 for edge in value.values()):

@@ -1,8 +1,4 @@
-"""Lists, verifies and prunes checkpoints on one machine, without the model.
-
-The metadata, which has its own checksum, records the dtype, the shape and the fingerprint of every array as computed on
-the devices. Verifying a step computes the same fingerprints from its files.
-"""
+"""Lists, verifies and prunes checkpoints on one machine, without the model."""
 
 import contextlib
 import hashlib
@@ -30,11 +26,7 @@ _UNSEALED = "saved by an earlier revision: its data positions are not tied to th
 
 
 def table(directory: paths.Path) -> list[tuple[str, ...]]:
-    """Returns a table with the columns HEADER: a row for every complete step, ascending, then for every leftover.
-
-    The last cell of a step begins with `complete` if its metadata is intact; otherwise it says what is wrong. For a
-    leftover, it says what the folder is. `config` is the beginning of a hash of the configuration. No array is read.
-    """
+    """Returns rows with the columns HEADER: complete steps, ascending, then other folders."""
     sizes: dict[str, int] = {}
     for file, size_bytes in paths.sizes(directory).items():
         folder = file.split("/")[0]
@@ -64,11 +56,8 @@ class Verification(NamedTuple):
     """The result of verifying one step.
 
     Attributes:
-      step: number of the step.
-      damaged: one line for each part that differs from what was saved; empty if the step is intact.
-      arrays: number of arrays that the step contains, by its metadata; 0 if that is damaged.
-      read_bytes: size of these arrays in memory, in bytes.
-      seconds: how long reading took.
+      damaged: a line for each damaged part; empty if the step is intact.
+      arrays: number of arrays in the step; 0 if the metadata is damaged.
       note: what could not be checked; "" if nothing.
     """
 
@@ -80,7 +69,7 @@ class Verification(NamedTuple):
     note: str = ""
 
     def describe(self) -> str:
-        """Describes the result in one line, and each damaged part in another."""
+        """Describes the result, with a line for each damaged part."""
         read = f"{units.counted(self.arrays, 'array')}, {units.size(self.read_bytes)} in {units.seconds(self.seconds)}"
         if not self.damaged:
             return f"step {self.step}: intact ({read}{f'; {self.note}' if self.note else ''})"
@@ -88,7 +77,7 @@ class Verification(NamedTuple):
 
 
 def verify(step_folder: paths.Path) -> Verification:
-    """Verifies one step. Damage, and any error in reading, is reported in the result as damage and not raised."""
+    """Verifies one step; errors in reading are reported as damage."""
     began, kinds, described = time.monotonic(), {}, None
     damaged: list[str] = []
     try:
@@ -113,11 +102,7 @@ def verify(step_folder: paths.Path) -> Verification:
 
 
 def require_intact_parameters(step_folder: paths.Path) -> None:
-    """Verifies the metadata and the parameters that a step contains.
-
-    Raises:
-      UserError: the metadata is damaged, or parameters are; names up to three of them.
-    """
+    """Raises UserError if the metadata or the parameters of a step are damaged."""
     with reading.refusing_damage(step_folder):
         saved = steps.read(step_folder).saved
         parameters = {name: found for name, found in saved.items() if name.startswith("params/")}
@@ -148,7 +133,6 @@ def _problem(arrays: Arrays, name: str, kind: str, number: int) -> str:
 
 
 def _bytes(kind: str) -> int:
-    """Returns the size in bytes of an array described as `float32[8, 6]`."""
     dtype, shape = kind.removesuffix("]").split("[")
     bits = int((re.findall(r"\d+", dtype) or ["8"])[0])
     return math.prod(int(n) for n in shape.split(",") if n.strip()) * bits // 8
@@ -159,17 +143,10 @@ def plan_pruning(
 ) -> tuple[list[int], list[paths.Path]]:
     """Returns the steps to keep, ascending, and the folders to delete.
 
-    The latest `keep` steps are kept, the best one of a run with KEEP_BEST, and the newest intact one. If other steps
-    are left to delete, the newest intact one is found by verifying steps from the newest backwards.
-
     Args:
-      folder: the folder of checkpoints.
-      keep: how many of the latest steps to keep, at least 1.
-      set_aside: whether to delete also the folders that a run renamed to damaged-* or incomplete-*.
-      say: receives the result of each verified step as text.
-
-    Raises:
-      UserError: steps would be deleted and none is intact, or the KEEP_BEST of a step is malformed.
+      keep: how many of the latest steps to keep, at least 1; the best and the newest intact one are kept, too.
+      set_aside: whether to delete folders that a run renamed to damaged-* or incomplete-*.
+      say: receives the result of each verified step.
     """
     assert keep > 0
     present = steps.complete(folder)

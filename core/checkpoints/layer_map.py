@@ -1,9 +1,8 @@
 """Maps the layers of a source of parameters to those of a model of another depth.
 
-A mapping lists, for a pattern of parameter paths, the source layer of each layer of the model. With
-`{"layers/*": (0, 0, 1, None)}` the first two layers of the model start from layer 0 of the source, the third from layer
-1, and the last one is initialized. Layers are the entries along the first dimension of stacked parameters; if the model
-repeats a group of layers, an entry is a group.
+A mapping is a dict by patterns of parameter paths. With `{"layers/*": (0, 0, 1, None)}` the first two layers of the
+model start from layer 0 of the source, the third from layer 1, and the last is initialized. Layers are entries along
+the first dimension of stacked parameters; if the model repeats a group of layers, an entry is a group.
 """
 
 from __future__ import annotations
@@ -31,17 +30,16 @@ class LayerSource(Protocol):
         """Describes the source in one line."""
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers of a stacked parameter in the source; None if the source lacks the parameter."""
+        """Returns the number of layers of a parameter; None if the source lacks it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerMap:
-    """The source layer of each layer of a model. `LayerMap()` maps nothing: parameters are read as they are.
+    """The source layer of each layer of a model; `LayerMap()` maps nothing.
 
     Attributes:
-      layers: by the path of each mapped parameter, the source layer of each of its layers; None: it is initialized.
-      depths: the number of layers of each mapped parameter in the source, by path.
-      notes: a line for each pattern, which lists the layers that are copied, initialized, and not read.
+      layers: by path, the source layer of each layer; None: it is initialized.
+      depths: by path, the number of layers in the source.
     """
 
     layers: Mapping[str, Sequence[int | None]] = dataclasses.field(default_factory=dict)
@@ -50,18 +48,15 @@ class LayerMap:
 
     @property
     def initializes(self) -> bool:
-        """Whether at least one layer is initialized instead of being read from the source."""
+        """Whether at least one layer is initialized."""
         return any(map(self.needs_fresh, self.layers))
 
     def needs_fresh(self, path: str) -> bool:
-        """Returns whether layers of the parameter with this path are initialized."""
+        """Returns whether layers of this parameter are initialized."""
         return None in self.layers.get(path, ())
 
     def in_source(self, tree: Any) -> Any:
-        """Returns the shapes and shardings with which to read a source, given those of the model's parameters.
-
-        Mapped parameters get the source's number of layers, and their first dimension, the layers, is not sharded.
-        """
+        """Returns shapes and shardings for reading a source, given those of the model."""
 
         def one(path: Sequence[Any], leaf: Any) -> Any:
             if (depth := self.depths.get(parameters.path_name(path))) is None:
@@ -75,12 +70,9 @@ class LayerMap:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def arranged(self, read: Any, abstract: Any, fresh: Any) -> Any:
-        """Returns the parameters of the model, made from those of the source; deletes the mapped arrays of the source.
+        """Makes the model's parameters from those of the source.
 
-        Args:
-          read: arrays of the source.
-          abstract: shapes and shardings of the model's parameters, a tree of the same structure.
-          fresh: initialized arrays, `{module: {name: array}}`; used where layers are initialized, and deleted there.
+        Arrays of `read` that are mapped, and arrays of `fresh` that are used, are deleted.
         """
 
         def one(path: Sequence[Any], array: jax.Array, like: Any) -> jax.Array:
@@ -96,13 +88,7 @@ class LayerMap:
 
 
 def _taken(layers: Sequence[int | None], array: jax.Array, fresh: jax.Array | None = None) -> jax.Array:
-    """Returns a parameter of the model, whose layer i is layer `layers[i]` of `array`, or layer i of `fresh` for None.
-
-    Args:
-      layers: for each layer of the model, the layer of the source.
-      array: the parameter in the source, [layers of the source, ...].
-      fresh: the initialized parameter, [layers of the model, ...]; None if no layer is initialized.
-    """
+    """Layer i of the result is layer `layers[i]` of `array`, or layer i of `fresh` for None."""
     taken = array[np.array([layer or 0 for layer in layers])]
     if fresh is None:
         return taken
@@ -111,16 +97,11 @@ def _taken(layers: Sequence[int | None], array: jax.Array, fresh: jax.Array | No
 
 
 def of(layers: Layers, source: LayerSource, shapes: Any, specs: Specs) -> LayerMap:
-    """Returns the mapping of the parameters that match a pattern and that the source has; reads no array.
+    """Returns the mapping of the parameters that match a pattern and that the source has.
 
     Args:
-      layers: layers by pattern; see the module. The first pattern that matches a path counts.
-      source: where the parameters are read from.
-      shapes, specs: shapes and specs of the parameters that are read from it, trees of one structure.
-
-    Raises:
-      UserError: a pattern matches none of them or one without layers, has another number of entries than the model has
-        layers, or names a layer that the source does not have.
+      layers: by pattern; the first pattern that matches a path counts.
+      shapes, specs: of the parameters to read.
     """
     parameters.matches(shapes, list(layers), where="INIT_LAYERS")
     every = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True)
@@ -151,10 +132,6 @@ def _is_stacked(spec: ParamSpec) -> bool:
 def _problem(
     layers: Sequence[int | None], path: str, ours: int | None = None, theirs: int | None = None, *, where: str
 ) -> str:
-    """Returns what is wrong with the mapped layers of a parameter, or "".
-
-    `ours` and `theirs` are its numbers of layers in the model and in the source.
-    """
     if ours is None:
         return f"{path} has no layers"
     if len(layers) != ours:
@@ -168,7 +145,6 @@ def _problem(
 
 
 def _told(layers: Sequence[int | None], depth: int) -> str:
-    """Tells which layers of a model start from which of the source's, which are initialized, and which are not read."""
     copied = [f"{layer} from {source}" for layer, source in enumerate(layers) if source is not None]
     initialized = [str(layer) for layer, source in enumerate(layers) if source is None]
     unread = [str(source) for source in range(depth) if source not in layers]

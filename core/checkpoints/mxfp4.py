@@ -1,12 +1,10 @@
-"""Reads tensors in MXFP4, a format of 4 bits with a shared scale, as if they were stored in bfloat16.
+"""Reads tensors in MXFP4, a format of 4 bits with a shared scale, in bfloat16.
 
     x[.., 32 i + j] = 2^(scales[.., i] - 127) E2M1(blocks[.., i, j / 2])          j of 32, two numbers in a byte
 
-OCP Microscaling Formats v1.0, section 5.4; a scale of 255 stands for NaN. Published folders have `NAME_blocks`
-[E, R, C / 32, 16] and `NAME_scales` [E, R, C / 32], both uint8, for the E transposed matrices [C, R] of `NAME`. A byte
-has the earlier number in its low bits. The numbers are exact in bfloat16, unless they are below its range.
-
-E experts, R rows and C columns as stored.
+OCP Microscaling Formats v1.0, section 5.4. Published folders have `NAME_blocks` [E, R, C / 32, 16] and `NAME_scales`
+[E, R, C / 32], both uint8, for the transposed matrices [C, R] of E experts. A byte has the earlier number in its low
+bits.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ _PAIRS = np.stack([_NUMBERS[np.arange(256) % 16], _NUMBERS[np.arange(256) // 16]
 
 
 class Matrices(NamedTuple):
-    """The matrices of all experts, [E, C, R]; their readers return bfloat16.
+    """The matrices of all experts, [E, C, R].
 
     Attributes:
       blocks: pairs of 4-bit numbers, [E, R, C / 32, 16] uint8.
-      scales: exponents plus 127, one for 32 numbers, [E, R, C / 32] uint8; 255 for NaN.
+      scales: exponents plus 127, [E, R, C / 32] uint8; 255: NaN.
     """
 
     blocks: Tensor
@@ -48,30 +46,27 @@ class Matrices(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """bfloat16, the dtype that readers return."""
+        """bfloat16."""
         return np.dtype(ml_dtypes.bfloat16)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [E, C, R] of the dequantized matrices."""
+        """[E, C, R]."""
         experts, rows, groups = self.scales.shape
         return experts, groups * BLOCK, rows
 
     def reader(self, parts: Sequence[Slices]) -> _Reader:
-        """Returns a function that reads one of `parts` in bfloat16; a part has a slice for each dimension."""
+        """Returns a function that reads one of `parts` (a slice for each dimension)."""
         return _Reader(self, parts)
 
 
 class _Reader:
-    """Dequantizes parts of matrices, expert by expert."""
-
     def __init__(self, tensor: Matrices, parts: Sequence[Slices]):
         stored = [_stored(part) for part in parts]
         self._blocks = tensor.blocks.reader([(*part, slice(0, BLOCK // 2)) for part in stored])
         self._scales = tensor.scales.reader(stored)
 
     def __call__(self, part: Slices) -> np.ndarray:
-        """Returns one of the parts in bfloat16."""
         where = _stored(part)
         blocks, scales = self._blocks((*where, slice(0, BLOCK // 2))), self._scales(where)
         columns = slice(part[1].start - BLOCK * where[2].start, part[1].stop - BLOCK * where[2].start)
@@ -85,21 +80,12 @@ class _Reader:
 
 
 def _stored(part: Slices) -> Slices:
-    """Returns the slices of `Matrices.scales` that a part of the matrices needs."""
     experts, columns, rows = part
     return experts, rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
 
 
 def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
-    """Returns the tensors of a folder; `Matrices` replace each pair of blocks and scales.
-
-    Args:
-      tensors: the tensors of the folder, by name.
-      settings: `quantization_config` of the folder's config.json; not used.
-
-    Raises:
-      UserError: blocks have no scales, or the shapes or dtypes of the two do not fit.
-    """
+    """Returns the tensors, with `Matrices` in place of each pair of blocks and scales."""
     del settings
     found: dict[str, Stored] = dict(tensors)
     for name, blocks in tensors.items():

@@ -1,9 +1,4 @@
-"""Reads the parameters of a model from a folder of safetensors files, and writes them.
-
-The `Source` of a parameter says which tensor contains it. All differences between the folder and the model are reported
-before any tensor is read. Then a host reads the shards of its chips directly from the files, tensor by tensor, so it
-needs memory for its own shards and one tensor.
-"""
+"""Reads the parameters of a model from a folder of safetensors files, and writes them."""
 
 from __future__ import annotations
 
@@ -36,26 +31,16 @@ _CHECKED = 2**22  # numbers that are checked at a time
 
 
 class _Parameter(NamedTuple):
-    """Where a parameter of the model is read from.
-
-    Attributes:
-      source: the tensor, or the pattern of tensor names, that contains it.
-      stacked: numbers of tensors along its leading axes: (layers,), (layers, experts) or ().
-      sizes: length of each of its other axes within one tensor.
-    """
-
     source: Source
     stacked: tuple[int, ...]  # number of tensors along the leading axes: (layers,), (layers, experts) or ()
     sizes: dict[str, int]
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """The indices of each tensor along the stacked axes."""
         return list(np.ndindex(*self.stacked))
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors that contain the parameter."""
         return [self.source.tensor(place) for place in self.places]
 
 
@@ -79,9 +64,9 @@ class Copy(NamedTuple):
     """A tensor with the same numbers as a parameter, which some folders contain.
 
     Attributes:
-      name: full name of the tensor; no prefix is added.
-      path: path of the parameter, which is read from this tensor if its own is missing.
-      otherwise: what to do if the two differ; the end of the error message.
+      name: full name of the tensor.
+      path: the parameter, which is read from this tensor if its own is missing.
+      otherwise: end of the error message if the two differ.
     """
 
     name: str
@@ -93,8 +78,7 @@ class PublishedFolder:
     """The parameters of a model in a folder of safetensors.
 
     Attributes:
-      folder: path of the folder.
-      notes: the differences between its configuration and the model, and the tensors and files that are not read.
+      notes: how its configuration differs from the model's, and what is not read.
     """
 
     def __init__(
@@ -113,19 +97,14 @@ class PublishedFolder:
         """Reads the headers of the files.
 
         Args:
-          folder: local or remote.
-          sources: source of each parameter, by path. A tensor name that starts with "/" gets no prefix.
-          prefixes: possible prefixes of the names of tensors; the first with which any source is found is used.
-          ignored: patterns of names of tensors that hold no parameter; they are listed in `notes`.
+          sources: by path.
+          prefixes: possible prefixes of tensor names.
+          ignored: patterns of names of tensors that hold no parameter.
           copies: tensors that repeat a parameter.
-          limits: length in the tensors of logical axes that are longer in the model, such as `{"vocab": 50257}`.
-          dequantized: returns the tensors with floating-point ones in place of quantized ones; None: all are used as
-            they are stored.
-          differences: lines for `notes`: how the folder's configuration differs from the model's.
+          limits: length of logical axes that are shorter in the tensors, such as `{"vocab": 50257}`.
+          dequantized: replaces quantized tensors; None: they are used as stored.
+          differences: lines for `notes`.
           name: name of the folder in messages; "": its path.
-
-        Raises:
-          UserError: as `safetensors_files.tensors`, or `dequantized` rejects the tensors.
         """
         self.folder, self._name = folder, name or str(folder)
         self._unprefixed, self._prefixes = dict(sources), tuple(prefixes)
@@ -145,7 +124,6 @@ class PublishedFolder:
                 self._sources[copy_.path] = dataclasses.replace(self._sources[copy_.path], name=copy_.name)
 
     def _unread(self) -> list[str]:
-        """Returns a line for each pattern of tensors that hold no parameter, and one for files that are not read."""
         lines = []
         for pattern in self._ignored:
             if names := fnmatch.filter(self._tensors, pattern):
@@ -156,12 +134,6 @@ class PublishedFolder:
         return lines
 
     def _differing(self, shapes: Any, *, rows: int | None = None) -> list[str]:
-        """Returns a line for each copy of one of these parameters that differs from it.
-
-        Args:
-          shapes: a tree of the parameters' shapes.
-          rows: how many of the first rows to compare; None: all.
-        """
         lines, paths_read = [], set(parameters.names(shapes))
         for copy_ in self._copies:
             name = self._sources[copy_.path].name
@@ -173,25 +145,22 @@ class PublishedFolder:
         return lines
 
     def renamed(self, renames: Mapping[str, str]) -> PublishedFolder:
-        """Returns the folder as if its tensors had other names; see `core.parameters.renamed`.
-
-        Raises UserError as `core.parameters.renamed`.
-        """
+        """Returns the folder as if its tensors had other names (`core.parameters.renamed`)."""
         names = parameters.renamed(list(self._tensors), renames, where="INIT_RENAMES")
         other = copy.copy(self)
         other._use({names[name]: tensor for name, tensor in self._tensors.items()})
         return other
 
     def describe(self) -> str:
-        """Describes the folder in a phrase, for messages."""
+        """Describes the folder in a phrase."""
         return f"the published folder {self._name}"
 
     def has(self, path: str) -> bool:
-        """Returns whether there is a `Source` for the parameter with this path."""
+        """Returns whether there is a `Source` for the parameter."""
         return path in self._sources
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers of a parameter in the folder; None if it has none, or is not stacked."""
+        """Returns the number of layers of a stacked parameter; None if there are none."""
         source = self._sources.get(path)
         if source is None or not source.num_stacked:
             return None
@@ -200,14 +169,7 @@ class PublishedFolder:
         return sum(1 for _ in numbers) or None
 
     def problems(self, shapes: Any, specs: Specs) -> list[str]:
-        """Returns a line for each difference between the folder and a model.
-
-        A parameter has no `Source`; or a tensor is missing, left over, of another shape, or not of floating-point
-        numbers; or a `Copy` differs from its parameter in shape or in the first rows.
-
-        Args:
-          shapes, specs: shapes and specs of the model's parameters, trees of one structure.
-        """
+        """Returns lines about differences between the folder and a model."""
         expected, unknown = self._expected(shapes, specs), self._unknown(shapes)
         unused = [name for name in self._tensors if name not in expected and 0 not in self._tensors[name].shape]
         known = [*self._ignored, *(copy_.name for copy_ in self._copies)]
@@ -220,14 +182,12 @@ class PublishedFolder:
         )
 
     def _expected(self, shapes: Any, specs: Specs) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors that hold these parameters."""
         expected: dict[str, tuple[int, ...]] = {}
         for parameter in _described(shapes, specs, self._sources, self._limits).values():
             expected |= dict.fromkeys(parameter.names, parameter.source.shape(parameter.sizes))
         return expected
 
     def _unknown(self, shapes: Any) -> list[str]:
-        """Returns a line for each parameter without a `Source`: models of this family do not have it."""
         names = [name for name in parameters.names(shapes) if name not in self._sources]
         return [f"missing: {name}, which models of this family have not" for name in names]
 
@@ -243,19 +203,9 @@ class PublishedFolder:
         return lines
 
     def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
-        """Reads the parameters.
+        """Reads this host's shards of the parameters, a tree like `abstract`.
 
-        Args:
-          abstract: tree of `jax.ShapeDtypeStruct` with shardings; this host reads its own shards.
-          specs: specs of the parameters, a tree of the same structure.
-          progress: called before each parameter with its path, its number from 1, and the number of parameters.
-
-        Returns:
-          A tree of arrays like `abstract`.
-
-        Raises:
-          UserError: a parameter has no `Source`, tensors are missing or do not fit, or a `Copy` differs from its
-            parameter (all are listed); or a number is not finite.
+        `progress` is called with a path, its number from 1, and the number of parameters.
         """
         lines = self._unknown(abstract) + self._misfits(self._expected(abstract, specs)) + self._differing(abstract)
         if lines:
@@ -276,11 +226,6 @@ class PublishedFolder:
         return jax.tree.unflatten(structure, [arrays[path] for path in described])
 
     def _fill(self, group: Sequence[_Own], name: str, place: tuple[int, ...]) -> None:
-        """Reads the tensor `name` at the index `place`, and fills the parts of `group` that it contains.
-
-        Raises:
-          UserError: a number is not finite.
-        """
         wanted = [(own.parameter, into, wanted) for own in group for into, wanted in own.at(place)]
         wanted = [one for one in wanted if one[1].size]
         if not wanted:
@@ -307,16 +252,6 @@ class PublishedFolder:
 
 
 class _Own(NamedTuple):
-    """The parts of a parameter that the devices of this host hold.
-
-    Attributes:
-      path: path of the parameter.
-      parameter: where it is in the folder.
-      leaf: its shape, dtype and sharding.
-      blocks: an array for each different part, by its ranges; zeros where the folder has no entries.
-      devices: the devices that hold each part, by its ranges.
-    """
-
     path: str
     parameter: _Parameter
     leaf: jax.ShapeDtypeStruct
@@ -325,7 +260,6 @@ class _Own(NamedTuple):
 
     @classmethod
     def of(cls, path: str, parameter: _Parameter, leaf: jax.ShapeDtypeStruct) -> _Own:
-        """Finds the parts that this host's devices hold of `leaf`; `at` allocates their arrays."""
         devices: dict[_Ranges, list[jax.Device]] = {}
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
             ranges = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
@@ -333,7 +267,7 @@ class _Own(NamedTuple):
         return cls(path, parameter, leaf, {}, devices)
 
     def at(self, place: tuple[int, ...]) -> Iterator[tuple[np.ndarray, dict[str, slice]]]:
-        """Yields, for each part with entries of the tensor at `place`, the array to fill and the range of each axis."""
+        """Yields, for parts with entries at `place`, the array to fill and the range of each axis."""
         sizes, depth = self.parameter.sizes, len(place)
         for ranges in self.devices:
             if ranges not in self.blocks:
@@ -349,7 +283,6 @@ class _Own(NamedTuple):
             yield block[tuple(slice(0, s.stop - s.start) for s in wanted.values())], wanted
 
     def placed(self) -> jax.Array:
-        """Moves the parts to their devices, frees the host's copies, and returns the array."""
         shards = []
         for ranges, devices in self.devices.items():
             block = self.blocks.pop(ranges)
@@ -372,17 +305,13 @@ def tensors_of(
     limits: Mapping[str, int],
     dtype: Any,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the names and tensors of a model one after the other, in the layout of published folders.
+    """Yields the names and tensors of a model, in the layout of published folders.
 
     Args:
-      read: `read(path, layer)` returns a parameter, or only this layer of it unless `layer` is None.
-      shapes, specs: shapes and specs of the parameters.
-      sources: source of each parameter, by path, with complete tensor names.
+      read: `read(path, layer)` returns a layer of a parameter, or all of it for None.
+      sources: by path, with complete tensor names.
       limits: as in `PublishedFolder`.
-      dtype: dtype of the tensors whose source names none.
-
-    Raises:
-      UserError: a finite number is beyond the range of the dtype of its tensor.
+      dtype: dtype of tensors whose source names none.
     """
     parts: dict[str, list[tuple[str, tuple[int, ...], _Parameter]]] = {}
     for path, parameter in _described(shapes, specs, sources, limits).items():
@@ -416,16 +345,11 @@ def write(
     stem: str = "model",
     shard_bytes: float = _SHARD_BYTES,
 ) -> int:
-    """Writes tensors as one safetensors file, or as several with an index; returns the bytes of all tensors.
-
-    The files have temporary names until all are written; if writing them fails, they are removed. The index is written
-    last.
+    """Writes tensors as safetensors files; returns their size in bytes.
 
     Args:
-      folder: an existing local folder.
-      tensors: names and arrays.
       stem: beginning of the files' names.
-      shard_bytes: largest size of a file in bytes, unless one tensor is larger.
+      shard_bytes: most bytes of tensors in a file, unless one tensor is larger.
     """
     try:
         shards, total = _write_shards(folder, tensors, shard_bytes)
@@ -452,7 +376,7 @@ def write(
 def _write_shards(
     folder: paths.Path, tensors: Iterator[tuple[str, np.ndarray]], shard_bytes: float
 ) -> tuple[list[list[str]], int]:
-    """Writes files with temporary names; returns the names of the tensors in each, and the total size in bytes."""
+    """Writes files with temporary names; returns the tensors' names in each, and the total bytes."""
     from safetensors.numpy import save_file
 
     shards: list[list[str]] = []

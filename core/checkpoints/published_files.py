@@ -1,9 +1,7 @@
 """Finds the files of published models: local, gs://, or hf://OWNER/NAME[@REVISION], which is downloaded.
 
-A process reads the same revision of a model on the hub throughout, even if a new one is pushed meanwhile.
-
-A run keeps copies of the small files (configuration and tokenizer) of the folders that it started from, and reads the
-copies from its first checkpoint on. So it can be resumed, exported and evaluated even after the folders are gone.
+A run keeps copies of their small files (configuration and tokenizer), and reads the copies from its first checkpoint
+on.
 
     copies.json   {"FOLDER as it was written": "0"}
     0/config.json, 0/tokenizer.json …
@@ -50,14 +48,7 @@ _run_dir: str | None = None  # of the run that this process works on
 
 
 def small_files(text: str) -> paths.Path:
-    """Returns the folder with the configuration and the tokenizer of a model, or its copy in the run (`use_copies`).
-
-    Args:
-      text: a local path or gs://, of which nothing is checked; or hf://, which is downloaded.
-
-    Raises:
-      UserError: the name is malformed, the download failed, or the run directory cannot be read.
-    """
+    """Returns the folder with a model's configuration and tokenizer, or its copy in the run."""
     if copy := copy_of(text):
         return copy
     _used[text] = _fetched(text, SMALL_FILES)
@@ -65,12 +56,7 @@ def small_files(text: str) -> paths.Path:
 
 
 def read_object(file: paths.Path) -> dict[str, Any]:
-    """Reads a JSON file that holds an object, such as `config.json`.
-
-    Raises:
-      UserError: the file is malformed.
-      FileNotFoundError: it does not exist.
-    """
+    """Reads a JSON file that holds an object; raises UserError if it is malformed."""
     try:
         return foreign_json.load_object(file.read_bytes(), strict=False)
     except (foreign_json.MalformedError, IsADirectoryError) as error:
@@ -78,11 +64,7 @@ def read_object(file: paths.Path) -> dict[str, Any]:
 
 
 def copy_of(text: str) -> paths.Path | None:
-    """Returns the copy of a folder's small files in the run that `use_copies` names; None if there is none.
-
-    Raises:
-      UserError: the run directory cannot be read.
-    """
+    """Returns the copy of a folder's small files in the run, or None."""
     return _copies(_run_dir).get(text) if _run_dir else None
 
 
@@ -103,18 +85,7 @@ def _copies(run_dir: str) -> dict[str, paths.Path]:
 
 
 def weights(text: str) -> paths.Path:
-    """Returns the folder with the weights of a model, downloading a model of the Hugging Face Hub to the host's cache.
-
-    Interrupted downloads are resumed, and existing files are not downloaded again. A token for gated models is read
-    from HF_TOKEN by the library, and never printed.
-
-    Args:
-      text: a local path, gs:// or hf://.
-
-    Raises:
-      UserError: the name is malformed, the download failed, the model of the hub has no safetensors, or an adapter
-        lies beside the weights.
-    """
+    """Returns the folder with the weights of a model, downloaded if it is on the hub."""
     folder = _fetched(text, (*WEIGHTS, ADAPTER_CONFIG))
     if adapters := [name for name in (ADAPTER_CONFIG, ADAPTER) if (folder / name).exists()]:
         raise UserError(
@@ -127,7 +98,7 @@ def weights(text: str) -> paths.Path:
 
 
 def without_safetensors(names: Collection[str]) -> str:
-    """Returns, for an error message, what a folder has in place of safetensors, given the names of its files."""
+    """Says, for an error message, which files a folder has in place of safetensors."""
     if pickles := sorted(name for name in names if name.endswith(_PICKLES)):
         return (
             f"the weights are torch pickles ({', '.join(pickles)}), which can run any code when they are read, and are "
@@ -137,7 +108,6 @@ def without_safetensors(names: Collection[str]) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Returns the names of all files of a model on the hub. Raises UserError if they cannot be listed."""
     import huggingface_hub
 
     name, revision = _name_and_revision(text)
@@ -148,12 +118,7 @@ def _listed(text: str) -> list[str]:
 
 
 def is_published(text: str) -> bool:
-    """Returns whether a text names the folder of a published model.
-
-    Raises:
-      UserError: there is no `config.json`, although the folder has weights or a tokenizer or is on the hub; or
-        `small_files` raises it.
-    """
+    """Returns whether a text names the folder of a published model."""
     folder = small_files(text)
     if (folder / CONFIG).exists():
         return True
@@ -178,10 +143,7 @@ def unknown(text: str) -> str:
 
 
 def keep_copies(run_dir: str) -> None:
-    """Copies the small files that this process has used into a run directory; for host 0, at the start of a run.
-
-    Folders with neither a configuration nor a tokenizer are left out.
-    """
+    """Copies small files that this process has used into a run directory; for host 0."""
     folder = paths.resolve(run_dir) / FOLDER
     listed: dict[str, str] = {}
     for text, found in sorted(_used.items()):
@@ -201,10 +163,7 @@ def keep_copies(run_dir: str) -> None:
 
 
 def use_copies(run_dir: str | None) -> None:
-    """Makes this process read small files from the copies in a run, if it has a checkpoint; None: from their folders.
-
-    Forgets which folders this process has used before.
-    """
+    """Makes this process read small files from the copies in a run, or, for None, from their folders."""
     global _run_dir  # a folder is named deep inside of a configuration, and a process has one run
     _run_dir = run_dir
     _copies.cache_clear()
@@ -213,7 +172,7 @@ def use_copies(run_dir: str | None) -> None:
 
 @contextlib.contextmanager
 def copies_of(run_dir: str) -> Iterator[None]:
-    """Context in which small files are read from the copies of another run; afterwards all is as before."""
+    """Context in which small files are read from the copies of another run."""
     own, used = _run_dir, dict(_used)
     use_copies(run_dir)
     try:
@@ -224,13 +183,7 @@ def copies_of(run_dir: str) -> Iterator[None]:
 
 
 def described(text: str) -> str:
-    """Returns where a model is: its absolute path, its gs:// address, or hf://OWNER/NAME@COMMIT.
-
-    If this process has not downloaded the model from the hub, `text` is returned, with the revision that it names.
-
-    Raises:
-      UserError: the name of a model on the hub is malformed.
-    """
+    """Returns where a model is, such as an absolute path or hf://OWNER/NAME@COMMIT."""
     if not text.startswith(HUB):
         return str(paths.resolve(text))
     name, revision = _name_and_revision(text)
@@ -257,11 +210,7 @@ def _fetched(text: str, patterns: Sequence[str]) -> paths.Path:
 
 
 def _name_and_revision(text: str) -> tuple[str, str | None]:
-    """Returns OWNER/NAME and the revision to read.
-
-    It is the commit at which this process first read this model; else the one in the text; else None. Raises UserError
-    if the name is malformed.
-    """
+    """Returns OWNER/NAME and the revision: the commit that this process read first, or that of the text."""
     name, _, revision = text.removeprefix(HUB).strip("/").partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"the path {text!r} names no model; expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION")
@@ -269,25 +218,15 @@ def _name_and_revision(text: str) -> tuple[str, str | None]:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError if `name` does not have the form OWNER/NAME; does not ask the hub whether it exists."""
+    """Raises UserError if `name` does not have the form OWNER/NAME."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise UserError(f"{name!r} is not the name of a repository on the Hugging Face Hub; expected OWNER/NAME")
 
 
 def push(folder: paths.Path, name: str) -> str:
-    """Uploads a folder to a repository of the hub, which is created (private) if it does not exist.
+    """Uploads a folder to a repository of the Hugging Face Hub; returns its address.
 
-    The token is read from HF_TOKEN, or from the login of the library, and never printed.
-
-    Args:
-      folder: local.
-      name: OWNER/NAME.
-
-    Returns:
-      The address of the repository.
-
-    Raises:
-      UserError: the name is malformed, or the upload failed; the folder stays as it is.
+    The repository OWNER/NAME is created (private) if it does not exist.
     """
     check_name(name)
     import huggingface_hub

@@ -1,14 +1,10 @@
-"""Describes the arrays of a state, reads a step on all hosts, and distinguishes damage from failures to read.
+"""Describes the arrays of a state, reads a step on all hosts, and tells damage from failures to read.
 
-A wrong checksum, a missing file or bytes that cannot be decoded prove that the checkpoint is damaged. A lack of memory,
-a missing permission or an unreachable bucket do not: a later attempt may succeed. Only proven damage may set a step
-aside, and only after an older step was restored: if no step can be read, this revision or its libraries may be at
-fault.
+A wrong checksum, a missing file or bytes that cannot be decoded prove damage. A lack of memory, a missing permission or
+an unreachable bucket do not.
 
-The description of an array includes a 32-bit fingerprint, which does not depend on the sharding. Each element is hashed
-together with its index in the global array, and the hashes are summed modulo 2^32 in any order. Arrays that differ in
-a single element of at most 4 bytes always have different fingerprints, because the hash is a bijection (the finalizer
-of MurmurHash3); other different arrays of one shape have equal fingerprints with a probability of about 2^-32.
+A fingerprint has 32 bits and does not depend on the sharding. Each element is hashed with its index in the global array
+(the finalizer of MurmurHash3), and the hashes are summed modulo 2^32.
 """
 
 import contextlib
@@ -45,10 +41,7 @@ class Misfit(UserError):
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """Returns leaves by name, such as "params/decoder/linear/w".
-
-    The name of a leaf is the same in a NamedTuple and in the dict that Orbax stores for it.
-    """
+    """Returns leaves by name, such as "params/decoder/linear/w"."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         "/".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path): leaf
@@ -57,17 +50,16 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 
 def without(state: Any, names: Collection[str]) -> Any:
-    """Returns the tree with None in place of the leaves with these names (see `by_name`)."""
+    """Returns the tree with None in place of the leaves with these names."""
     found, absent = by_name(state), frozenset(names)
     assert found.keys() >= absent, f"no leaves {sorted(absent - found.keys())}"
     return jax.tree.unflatten(jax.tree.structure(state), [None if n in absent else leaf for n, leaf in found.items()])
 
 
 def host_bytes(state: Any) -> int:
-    """Returns the bytes of all arrays on this host, counting a shard once if several devices have it.
+    """Returns the bytes of all arrays on this host, counting equal shards once.
 
-    Args:
-      state: a tree of jax.Array, or of jax.ShapeDtypeStruct with shardings.
+    `state` may be of jax.ShapeDtypeStruct with shardings.
     """
     total = 0
     for leaf in by_name(state).values():
@@ -84,16 +76,13 @@ def require_arrays(state: Any) -> None:
 
 
 class Unused(Problem):
-    """A problem with a source of parameters: an array in it that the model does not have."""
+    """A problem: the source has an array that the model does not have."""
 
 
 def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "in the checkpoint") -> list[Problem]:
     """Returns a problem for each leaf that is missing, extra, or of another shape or dtype.
 
-    Args:
-      saved: dtypes and shapes by name, as `kind` formats them.
-      abstract_state: the requested state.
-      where: where the arrays of `saved` are, for the messages.
+    `saved` has texts of `kind` by name.
     """
     wanted = {name: kind(leaf) for name, leaf in by_name(abstract_state).items()}
     lines = [Problem(f"not {where}", setting=name, expected=wanted[name]) for name in wanted if name not in saved]
@@ -103,15 +92,7 @@ def differences(saved: Mapping[str, str], abstract_state: Any, *, where: str = "
 
 
 def advice(saved: Mapping[str, str], abstract_state: Any) -> list[str]:
-    """Returns lines of advice, for the message about differences; [] without advice.
-
-    There is one line, if the saved optimizer was `core.optimizers.from_optax` without `by_layer`, and the requested one
-    is applied by layer.
-
-    Args:
-      saved: as in `differences`.
-      abstract_state: the requested state, which has differences.
-    """
+    """Returns lines of advice about differences."""
     wanted = set(by_name(abstract_state))
     plain = set(map(parameters.outside_layers, wanted))
     if plain == wanted or plain != saved.keys():
@@ -141,7 +122,7 @@ def require_shardings(abstract_state: Any) -> None:
 
 
 def describe(state: Any) -> dict[str, list]:
-    """Returns dtype and shape, and fingerprint, of every leaf: `{"params/w": ["float32[8, 6]", 2864434397]}`.
+    """Returns the kind and fingerprint of every leaf: `{"params/w": ["float32[8, 6]", 2864434397]}`.
 
     All hosts must call it.
     """
@@ -156,28 +137,22 @@ def _all(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def fingerprints(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-    """Returns the fingerprint of each array, on every host; all hosts must call it.
+    """Returns the fingerprint of each array; all hosts must call it.
 
-    Args:
-      leaves: arrays of any dtype and sharding, all on the same devices.
+    The arrays must be on the same devices.
     """
     return {name: int(found) for name, found in jax.device_get(_all(dict(leaves))).items()}
 
 
 def checksum(leaves: Mapping[str, jax.Array]) -> int:
-    """Returns the sum of the fingerprints of arrays modulo 2^32, on every host; all hosts must call it."""
+    """Returns the sum of the arrays' fingerprints modulo 2^32; all hosts must call it."""
     return sum(fingerprints(leaves).values()) % 2**32
 
 
 def fingerprint_of_block(values: np.ndarray, *, origin: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Returns the contribution of a block to an array's fingerprint, computed with numpy on the host.
+    """Returns what a block adds to an array's fingerprint, a sum over blocks modulo 2^32.
 
-    The fingerprint is the sum of the contributions of all blocks modulo 2^32.
-
-    Args:
-      values: the block.
-      origin: index of its first element in the array, one per axis.
-      shape: shape of the array.
+    `origin` is the index of the block's first element in the array.
     """
     words = _host_words(values)
     if words.ndim > values.ndim:  # of 8 bytes, two
@@ -199,7 +174,7 @@ def _host_words(values: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Returns the fingerprint of one array, [] uint32; for use inside jitted functions."""
+    """Returns the fingerprint of one array, [] uint32; for jitted functions."""
     words = _words(x)
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
@@ -208,7 +183,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of every element as uint32; elements of 8 bytes give two."""
+    """Returns the bits as uint32; elements of 8 bytes give two."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_:
@@ -223,19 +198,10 @@ def _mixed(h: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 
 
 class UnreadableError(RuntimeError):
-    """A step could not be read, for a reason that does not prove damage."""
+    """A step could not be read, which does not prove damage."""
 
 
 class _Try(NamedTuple):
-    """The result of a read, or its error.
-
-    Attributes:
-      found: the result; None after an error.
-      says: the error as text; "" without one.
-      is_proof: whether the error proves that the step is damaged.
-      is_lasting: whether a retry is pointless.
-    """
-
     found: Any
     says: str = ""
     is_proof: bool = False
@@ -243,19 +209,15 @@ class _Try(NamedTuple):
 
 
 def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
-    """Runs `read` on all hosts. All hosts must call it.
+    """Runs `read` on all hosts, which must all call this; `read` must not wait for other hosts.
 
     A read that fails without proof of damage, or because a file is missing, is retried once.
 
-    Args:
-      read: reads this host's part; must not wait for other hosts.
-
     Returns:
-      This host's result (None if its read failed), and a description of the damage, equal on all hosts; "" if no host
-        found any.
+      This host's result (None if its read failed), and the damage found by any host, or "".
 
     Raises:
-      UnreadableError: raised on all hosts if the read failed on any of them for a reason that does not prove damage.
+      UnreadableError: on all hosts, if a read failed without proof of damage.
     """
     tried = _tried(read)
     if not tried.is_lasting:
@@ -272,11 +234,7 @@ def on_all_hosts(read: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def agreed(says: str) -> str:
-    """Returns the problems of all hosts as one text, on every host; "" without problems. All hosts must call it.
-
-    Args:
-      says: the problems of this host; "" without problems.
-    """
+    """Returns the problems of all hosts as one text; all hosts must call it."""
     answers = distributed.all_gather_text("checkpoints/agreed", says, timeout_seconds=SLOW_SECONDS)
     if len(set(answers)) == 1:
         return says
@@ -288,7 +246,7 @@ def _listed(says: Mapping[int, str]) -> str:
 
 
 def _tried(read: Callable[[], Any]) -> _Try:
-    """Runs `read` and converts an exception to text, so that its traceback keeps nothing in memory."""
+    """Runs `read`; an exception becomes text, so that its traceback keeps nothing in memory."""
     try:
         return _Try(read())
     except Exception as error:  # files, formats, buckets and devices raise many types
@@ -299,7 +257,7 @@ def _tried(read: Callable[[], Any]) -> _Try:
 
 
 def is_proof_of_damage(error: BaseException) -> bool:
-    """Returns True if an error proves that the step is damaged, and not only that it could not be read."""
+    """Returns whether an error proves that a step is damaged."""
     if isinstance(error, DamagedError):
         return True
     return isinstance(error, _PROOFS) and not library_errors.is_of_reader(error)
@@ -307,11 +265,7 @@ def is_proof_of_damage(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def refusing_damage(*step_folders: paths.Path) -> Iterator[None]:
-    """Context in which a command reads these steps, and reports proven damage as a `UserError`.
-
-    Raises:
-      UserError: an exception in the context proves that a step is damaged; others are passed on.
-    """
+    """Context in which proven damage of these steps is raised as a `UserError`."""
     try:
         yield
     except UserError:
@@ -329,7 +283,6 @@ def refusing_damage(*step_folders: paths.Path) -> Iterator[None]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Returns the exception that libraries have wrapped."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

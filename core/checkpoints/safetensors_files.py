@@ -1,8 +1,7 @@
-"""Reads slices of the tensors in a folder of safetensors files, local or remote, without reading whole files.
+"""Reads slices of the tensors in a folder of safetensors files, without reading whole files.
 
 A file consists of the header's length (8 bytes), a JSON header with dtype, shape and offset of every tensor, and the
-tensors' bytes (https://github.com/huggingface/safetensors). Local files are memory-mapped; of remote files, the needed
-rows are read, each once. `core.checkpoints.published` writes files, with the safetensors library.
+tensors' bytes (https://github.com/huggingface/safetensors).
 """
 
 import math
@@ -37,7 +36,7 @@ Slices = tuple[slice, ...]
 
 
 class Stored(Protocol):
-    """An array that is read in parts: a `Tensor`, or one that is computed from several."""
+    """An array that is read in parts."""
 
     @property
     def file(self) -> paths.Path:
@@ -52,22 +51,11 @@ class Stored(Protocol):
         """The shape of the whole array."""
 
     def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
-        """Returns a function that takes one of `parts` and returns the numbers in it.
-
-        Args:
-          parts: what will be read: a slice with a start and a stop for each dimension.
-        """
+        """Returns a function that reads one of `parts`, which have a slice for each dimension."""
 
 
 class Tensor(NamedTuple):
-    """The location of a tensor in a file.
-
-    Attributes:
-      file: the file that contains it.
-      dtype: as stored.
-      shape: as stored.
-      start: offset of its bytes in the file.
-    """
+    """The location of a tensor in a file; `start` is the offset of its bytes."""
 
     file: paths.Path
     dtype: np.dtype
@@ -75,18 +63,14 @@ class Tensor(NamedTuple):
     start: int
 
     def reader(self, parts: Sequence[Slices]) -> Callable[[Slices], np.ndarray]:
-        """Returns a function that reads one of `parts` in the stored dtype; a part has a slice for each dimension."""
+        """Returns a function that reads one of `parts`."""
         return Reader(self, parts)
 
 
 def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
     """Returns the tensors of a folder by name, from the headers of its files.
 
-    As in transformers, `model.safetensors` wins over an index, and files that the index does not name are not read.
-
-    Raises:
-      UserError: there are no safetensors files; one is missing, truncated or malformed, or has an unsupported dtype; or
-        there is no index, and a tensor is in two files.
+    `model.safetensors` wins over an index, and an index over other files.
     """
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)
@@ -107,11 +91,6 @@ def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
 
 
 def _indexed(folder: paths.Path) -> dict[str, Tensor]:
-    """Returns the tensors of the files that an index names.
-
-    If several files have a tensor, it is the one from the file that the index gives for it. Raises UserError if the
-    index or a file is malformed, or if a file or tensor that the index names is missing.
-    """
     try:
         weight_map = foreign_json.load_object((folder / INDEX).read_bytes(), {"weight_map": dict})["weight_map"]
         if wrong := [name for name in weight_map.values() if not isinstance(name, str)]:
@@ -140,11 +119,6 @@ def _indexed(folder: paths.Path) -> dict[str, Tensor]:
 
 
 def _header(file: paths.Path) -> dict[str, Tensor]:
-    """Reads the header of one file.
-
-    Raises:
-      UserError: the header is malformed, a dtype is not supported, or the tensors do not fill the file exactly.
-    """
     size = file.stat().length
     try:
         if size < 8:
@@ -174,13 +148,7 @@ def _header(file: paths.Path) -> dict[str, Tensor]:
 
 
 class _Entry(NamedTuple):
-    """The entry of a tensor in the header of a file.
-
-    Attributes:
-      dtype: name of the dtype in the format, such as `BF16`.
-      shape: its shape.
-      start, end: where its bytes are in the file, counted from the end of the header.
-    """
+    """A tensor in a header; `start` and `end` are in bytes after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -189,7 +157,6 @@ class _Entry(NamedTuple):
 
 
 def _entry(name: str, entry: Any) -> _Entry:
-    """Parses what a header says of a tensor. Raises MalformedError if a part is missing or of a wrong type."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]} if all(
             foreign_json.is_a(number, int) and number >= 0 for number in (*shape, start, end)
@@ -201,7 +168,6 @@ def _entry(name: str, entry: Any) -> _Entry:
 
 
 def _require_gapless(file: paths.Path, entries: Mapping[str, _Entry]) -> None:
-    """Raises UserError if a tensor's bytes do not have the size of its shape, or if tensors overlap or leave gaps."""
     at = 0
     for name, (dtype, shape, start, end) in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         wanted = math.prod(shape) * _DTYPES[dtype].itemsize
@@ -223,12 +189,7 @@ class Reader:
     """Reads parts of a tensor, in its stored dtype."""
 
     def __init__(self, tensor: Tensor, parts: Iterable[Slices]):
-        """Reads the rows that the parts need from a remote file, each once; maps a local file into memory.
-
-        Args:
-          tensor: from `tensors`.
-          parts: what will be read: a slice with a start and a stop for each dimension.
-        """
+        """Of a remote file, reads the rows that the parts need."""
         self._blocks: list[tuple[int, int, np.ndarray]] = []  # first row, end, rows
         shape = tensor.shape or (1,)
         if not paths.is_remote(tensor.file):
@@ -251,11 +212,9 @@ class Reader:
 
 
 def are_equal(one: Stored, other: Stored, rows: int | None = None) -> bool:
-    """Returns whether two tensors of equal shape hold the same numbers in float32; reads them block by block.
+    """Returns whether two tensors of equal shape hold the same numbers in float32.
 
-    Args:
-      one, other: the tensors.
-      rows: how many of the first rows to compare; None: all.
+    `rows` limits the comparison to the first rows; None: all.
     """
     length, *others = one.shape or (1,)
     length = length if rows is None else min(rows, length)
@@ -269,7 +228,6 @@ def are_equal(one: Stored, other: Stored, rows: int | None = None) -> bool:
 
 
 def _union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the union of half-open ranges, as ranges in order that do not touch."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:

@@ -1,13 +1,9 @@
 """Lists the steps of a folder of checkpoints, and reads and writes what a step contains besides its arrays.
 
-    100/meta/metadata   JSON: the run's metadata, the step, the fingerprint of every array, the digest of every position
-        data/a.bin      the position of one stream, after its SHA-256; written by the host that owns the stream
+    100/meta/metadata   JSON: the run's metadata, fingerprints of arrays, digests of positions, and a checksum
+        data/a.bin      the position of one stream in the data, after its SHA-256
 
-The checksum of the metadata is verified before the metadata is used. The metadata has fingerprints of all arrays and
-digests of all positions. They reveal an undamaged array or position file that belongs to another step.
-
-Frozen parameters that the run read from a published folder may be left out of its steps. The metadata then names their
-source, and contains their fingerprints too, so that a source with other values is not accepted.
+Frozen parameters that the run read from a published folder may be left out; the metadata then names their source.
 """
 
 from __future__ import annotations
@@ -46,9 +42,7 @@ class Leftover(NamedTuple):
     """A folder among the checkpoints that is not a complete step.
 
     Attributes:
-      folder: its path.
-      what: `damaged` or `incomplete` (set aside by a run), `unfinished` (a save that has not ended), or `empty` (a step
-        that lacks parts).
+      what: `damaged` or `incomplete` (set aside by a run), `unfinished` (a save that has not ended), or `empty`.
     """
 
     folder: paths.Path
@@ -56,7 +50,7 @@ class Leftover(NamedTuple):
 
 
 def complete(directory: paths.Path) -> list[int]:
-    """Returns the steps that have all parts that a restore needs, ascending."""
+    """Returns the complete steps of a folder, ascending."""
     if not directory.exists():
         return []
     return sorted(int(folder.name) for folder in directory.iterdir() if _is_step(folder.name) and is_complete(folder))
@@ -67,18 +61,15 @@ def _is_step(name: str) -> bool:
 
 
 def is_complete(folder: paths.Path) -> bool:
-    """Returns whether the folder of a step has all parts that a restore needs."""
+    """Returns whether the folder of a step was committed, with arrays and metadata."""
     marks = MARKS if paths.is_remote(folder) else (_COMPLETE_MARK,)  # a local folder gets its name last
     return all((folder / name).exists() for name in (*marks, STATE_PART, PART))
 
 
 def folder_of(run: str) -> paths.Path:
-    """Returns the folder of a run's checkpoints.
+    """Returns the folder of a run's checkpoints; UserError if there is none.
 
-    `run` may also be that folder, or the folder of the run's steps with parameters alone; then it is returned.
-
-    Raises:
-      UserError: there is none.
+    RUN/checkpoints and RUN/params are returned as they are.
     """
     folder = paths.resolve(run)
     folder = folder if _is_folder_of_steps(folder) else folder / FOLDER
@@ -89,7 +80,7 @@ def folder_of(run: str) -> paths.Path:
 
 
 def has_folder(text: str) -> bool:
-    """Returns whether RUN or RUN@STEP names a run that has a folder of checkpoints."""
+    """Returns whether RUN or RUN@STEP names a run with a folder of checkpoints."""
     folder = paths.resolve(text.rpartition("@")[0] or text)
     return folder.exists() if _is_folder_of_steps(folder) else (folder / FOLDER).exists()
 
@@ -99,24 +90,16 @@ def _is_folder_of_steps(folder: paths.Path) -> bool:
 
 
 def folders_of(run: str) -> list[paths.Path]:
-    """Returns the folder of a run's checkpoints and, if it has one, the folder of steps with parameters alone.
-
-    Raises UserError if the run has no checkpoints.
-    """
+    """Returns the folder of a run's checkpoints and, if it exists, that of parameters alone."""
     folder = folder_of(run)
     beside = folder.parent / PARAMS_FOLDER
     return [folder, beside] if beside != folder and beside.exists() else [folder]
 
 
 def find(text: str) -> paths.Path:
-    """Returns the folder of the step named by RUN@STEP, or of the latest complete step of RUN.
+    """Returns the folder of the step RUN@STEP or RUN@best, or of RUN's latest complete step.
 
-    RUN@STEP may be a step that contains the parameters alone, if there is no other of this number. RUN@best is the best
-    one by the metric of KEEP_BEST.
-
-    Raises:
-      UserError: `text` is malformed; there is no such run or step (lists the steps that exist); or, for RUN@best, no
-        step has a metric to compare.
+    A step with the parameters alone is returned if there is no other of this number.
     """
     run, mark, step = text.rpartition("@")
     if mark and run and step == BEST:
@@ -137,23 +120,14 @@ def find(text: str) -> paths.Path:
 
 
 class Best(NamedTuple):
-    """The best step of a folder.
-
-    Attributes:
-      step: its number.
-      value: the metric by which it is the best, and the metric's value: `validation/loss 1.2345`.
-    """
+    """The best step of a folder; `value` is text: `validation/loss 1.2345`."""
 
     step: int
     value: str
 
 
 def find_best(directory: paths.Path) -> Best | None:
-    """Returns the best of the complete steps, by the metric that the metadata of the newest step requests.
-
-    Steps without a request are skipped. Returns None if no step requests a metric, or none has a value of it. Raises
-    UserError if the request is malformed (`best.parse`).
-    """
+    """Returns the best complete step by the metric that the metadata requests, or None."""
     described = described_steps(directory)
     if (metric := best.asked(described)) is None:
         return None
@@ -163,7 +137,7 @@ def find_best(directory: paths.Path) -> Best | None:
 
 
 def described_steps(directory: paths.Path) -> dict[int, dict[str, Any]]:
-    """Returns the metadata of the complete steps, without steps whose metadata cannot be read."""
+    """Returns the metadata of the complete steps that can be read, by step."""
     found = {}
     for step in complete(directory):
         with contextlib.suppress(Exception):  # of many types; a restore reports it
@@ -172,10 +146,7 @@ def described_steps(directory: paths.Path) -> dict[int, dict[str, Any]]:
 
 
 def best_of(run: str) -> int:
-    """Returns the step that RUN@best names.
-
-    Raises UserError if there is no such run, or none of its steps has a metric to compare.
-    """
+    """Returns the step that RUN@best names; UserError if there is none."""
     folder = folder_of(run)
     if (found := find_best(folder)) is not None:
         return found.step
@@ -187,11 +158,7 @@ def best_of(run: str) -> int:
 
 
 def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Returns the steps of the checkpoints to evaluate: all if `every`; else `step`, or the latest if that is None.
-
-    Raises:
-      UserError: there is no complete checkpoint, or none of `step`.
-    """
+    """Returns the steps to evaluate: all if `every`, else `step` (None: the latest)."""
     steps = complete(paths.resolve(run_dir) / FOLDER)
     if not steps:
         raise UserError(
@@ -207,19 +174,12 @@ def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
 
 
 def select_together(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Calls `select` with these arguments on host 0, and returns its result on every host.
-
-    A run that is still training adds and removes checkpoints, so hosts could see different ones. All hosts must call
-    it.
-
-    Raises:
-      UserError: as `select`, on every host.
-    """
+    """Calls `select` on host 0, and returns its result on every host; all hosts must call it."""
     return distributed.decided_by_host_zero(lambda: select(run_dir, step=step, every=every))
 
 
 def clear(directory: paths.Path) -> None:
-    """Removes what interrupted saves left, and renames other folders of steps that lack parts to `incomplete-…`."""
+    """Removes unfinished saves, and renames other steps that lack parts to `incomplete-…`."""
     for left in list(leftovers(directory)):
         if left.what == "unfinished":
             left.folder.rmtree()
@@ -228,11 +188,7 @@ def clear(directory: paths.Path) -> None:
 
 
 def set_damaged_aside(directory: paths.Path, step: int) -> paths.Path:
-    """Renames the folder of a damaged step, so that the step can be saved again.
-
-    Returns:
-      The new path; no content is lost.
-    """
+    """Renames the folder of a damaged step; returns its new path."""
     aside = directory / f"damaged-{step}-{time.time_ns()}"
     (directory / str(step)).rename(
         aside
@@ -241,7 +197,7 @@ def set_damaged_aside(directory: paths.Path, step: int) -> paths.Path:
 
 
 def leftovers(directory: paths.Path) -> Iterator[Leftover]:
-    """Yields the folders among the checkpoints that are not complete steps."""
+    """Yields the leftovers among the checkpoints."""
     there = set(complete(directory))
     for folder in sorted(directory.iterdir()) if directory.exists() else ():
         put_aside = folder.name.split("-")[0]
@@ -253,17 +209,13 @@ def leftovers(directory: paths.Path) -> Iterator[Leftover]:
 
 
 def saved_at(step_folder: paths.Path) -> float:
-    """Returns the time at which a complete step was committed, in seconds since 1970.
-
-    Raises:
-      OSError or MalformedError: the file that records it cannot be read.
-    """
+    """Returns when a complete step was committed, in seconds since 1970."""
     mark = foreign_json.load_object((step_folder / _COMPLETE_MARK).read_text(), {"commit_timestamp_nsecs": int})
     return mark["commit_timestamp_nsecs"] / 1e9
 
 
 def remove(folder: paths.Path) -> None:
-    """Removes a step or a leftover; the file that marks it complete is removed first."""
+    """Removes a step or a leftover; first the file that marks it complete."""
     if (folder / _COMPLETE_MARK).exists():
         (folder / _COMPLETE_MARK).unlink()
     folder.rmtree()
@@ -278,9 +230,8 @@ class LeftOut(NamedTuple):
 
     Attributes:
       init_from: the folder, as the configuration names it.
-      source: what `init_from` stood for: an absolute path, or hf://OWNER/NAME@COMMIT.
-      renames: patterns of names in the run by patterns of names in the folder (`core.parameters.renamed`).
-      arrays: names of the arrays.
+      source: what it stood for: a path, or hf://OWNER/NAME@COMMIT.
+      renames: as in `core.parameters.renamed`.
     """
 
     init_from: str
@@ -290,7 +241,7 @@ class LeftOut(NamedTuple):
 
 
 def content_hash(content: Mapping[str, list]) -> str:
-    """Returns a hash of the dtypes, shapes and fingerprints of arrays, as `Description.content` has them."""
+    """Returns a hash of entries of `Description.content`."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -298,11 +249,10 @@ class Description(NamedTuple):
     """The metadata of a step, after its checksum was verified.
 
     Attributes:
-      meta: the metadata that was passed to `Checkpoints.save`.
+      meta: the caller's metadata.
       content: dtype, shape and fingerprint of every leaf, `{"params/w": ["float32[8, 6]", 2864434397]}`.
-      streams: by name, the SHA-256 of the data position of each stream of all hosts. Checkpoints of earlier revisions
-        recorded only the names; there the values are None.
-      left_out: the arrays of `content` that the step does not contain; None if it contains all.
+      streams: SHA-256 of each stream's data position; None: saved by an earlier revision.
+      left_out: arrays of `content` that the step does not contain; None: it contains all.
     """
 
     meta: dict[str, Any]
@@ -323,16 +273,11 @@ class Description(NamedTuple):
 
     @property
     def seals_positions(self) -> bool:
-        """Whether the metadata has a digest of every data position; earlier revisions recorded none."""
+        """Whether the metadata has a digest of every data position."""
         return None not in self.streams.values()
 
     def positions(self, found: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Selects the data positions that were saved with this step from those that were found.
-
-        Raises:
-          FileNotFoundError: positions are missing.
-          DamagedError: positions belong to another step or stream.
-        """
+        """Selects the data positions that were saved with this step."""
         if gone := sorted(self.streams.keys() - found.keys()):
             raise FileNotFoundError(f"of {len(self.streams)} positions in the data {', '.join(gone)} are missing")
         own = {name: found[name] for name in self.streams}
@@ -353,14 +298,11 @@ def sealed(
     streams: Mapping[str, str],
     left_out: LeftOut | None = None,
 ) -> dict[str, Any]:
-    """Returns the caller's metadata with the fields of `Description` and a checksum, converted to JSON types.
+    """Returns the metadata to write, with a checksum.
 
     Args:
       meta: the caller's metadata.
-      step: the step of the checkpoint.
-      content: dtype, shape and fingerprint of each of its arrays, as in `Description`.
-      streams: the SHA-256 of the data position of each stream, by name.
-      left_out: the frozen arrays that the step does not contain; None: it contains all.
+      content, streams, left_out: as in `Description`.
     """
     own = {_STEP: step, _CONTENT: dict(content), _STREAMS: dict(streams)}
     if left_out:
@@ -370,12 +312,7 @@ def sealed(
 
 
 def read(step_folder: paths.Path) -> Description:
-    """Reads the metadata of a step, saved by this revision or an earlier one.
-
-    Raises:
-      DamagedError: the file is not what was saved, or belongs to another step than the folder's name.
-      Exception: of many types, if the file cannot be read.
-    """
+    """Reads a step's metadata; DamagedError if it is not what was saved."""
     try:
         meta = foreign_json.load_object((step_folder / PART / _FILE).read_bytes(), _KINDS)
     except (foreign_json.MalformedError, IsADirectoryError) as error:
@@ -399,18 +336,18 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Returns the type of an error and the first line of its message, shortened in the middle if it is long."""
+    """Returns the type of an error and the first line of its message."""
     line = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(error).__name__}: {line if len(line) < 500 else f'{line[:200]} … {line[-250:]}'}"
 
 
 def metadata_files(sealed: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the files that hold the metadata of `sealed`, as {name: content}."""
+    """Returns the metadata as files, {name: content}."""
     return {_FILE: json.dumps(sealed).encode()}
 
 
 def stream_files(positions: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files that hold the positions of streams, as {name: content}."""
+    """Returns the positions of streams as files, {name: content}."""
     return {
         urllib.parse.quote(name, safe="") + _SUFFIX: hashlib.sha256(position).digest() + position
         for name, position in positions.items()
@@ -418,14 +355,14 @@ def stream_files(positions: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def read_streams(step_folder: paths.Path) -> dict[str, bytes]:
-    """Reads the positions of all streams of a step, by name. Raises DamagedError if one is damaged."""
+    """Reads the positions of a step's streams, by name; DamagedError if one is damaged."""
     folder = step_folder / STREAMS_PART
     files = sorted(folder.glob(f"*{_SUFFIX}")) if folder.exists() else []
     return {urllib.parse.unquote(file.name.removesuffix(_SUFFIX)): _read_stream(file) for file in files}
 
 
 def digest(position: bytes) -> str:
-    """Returns the SHA-256 of a position, as recorded in the metadata of a checkpoint."""
+    """Returns the SHA-256 of a position."""
     return hashlib.sha256(position).hexdigest()
 
 

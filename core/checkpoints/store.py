@@ -1,21 +1,13 @@
-"""Saves and restores checkpoints atomically: the state, the position in the data and metadata.
+"""Saves and restores checkpoints: the state, the position in the data and metadata.
 
-One step is one folder with three parts, written by all hosts together and made visible at once:
+One step is one folder with three parts, made visible at once:
 
-    RUN/checkpoints/100/state   every array, sharded: each host writes its own shards (Orbax)
+    RUN/checkpoints/100/state   arrays: each host writes its own shards (Orbax)
                         data    one file per input stream, written by the host that owns the stream
-                        meta    JSON: config text, versions, git revision, seed …, and fingerprints of every array and
-                                stream of this step
+                        meta    JSON: config text, versions, git revision …, and fingerprints of arrays and streams
 
-Frozen parameters that the run read from a published folder may be left out; a restore then reads them there again
-(`warm_start.Origin`).
-
-Between such steps the parameters alone may be saved, as steps of the same form without opt_state and data:
-
-    RUN/params/150/state, meta
-
-A checkpoint does not depend on the number of hosts or the mesh that wrote it. The state is restored into any requested
-shardings, every reader gets the union of all streams, and the fingerprints of arrays do not depend on their sharding.
+Between such steps, the parameters alone may be saved in RUN/params. A checkpoint can be restored with another mesh or
+number of hosts.
 """
 
 import contextlib
@@ -44,7 +36,7 @@ class Checkpoints:
     """The checkpoints of one run. All hosts must call its methods, in the same order, except those that say otherwise.
 
     Attributes:
-      left_out: arrays that saves leave out; None: none. A restore sets it to those of the restored step.
+      left_out: arrays that saves leave out; a restore sets it.
     """
 
     def __init__(
@@ -58,22 +50,16 @@ class Checkpoints:
         origin: Origin | None = None,
         keep_best: str = "",
     ):
-        """Opens a folder of checkpoints; unless `read_only`, creates it and removes what interrupted saves left.
-
-        All hosts must call it.
+        """Opens a folder of checkpoints; all hosts must call it.
 
         Args:
           directory: local or gs://, shared by all hosts.
           keep: number of latest steps to keep.
-          keep_params: number of latest steps with parameters alone to keep; None: none can be saved.
-          timeout_seconds: time limit of a save, and of a restore, after which the hosts' heartbeat ends the run; None:
-            depends on the bytes per host (`writing.limit_seconds`).
-          read_only: whether to create and remove nothing now, so that a run may be using the folder.
-          origin: reads the parameters that steps leave out; None: such a step cannot be restored.
-          keep_best: also keep the best step by this metric of its metadata (`best.parse`); "": only the latest.
-
-        Raises:
-          UserError: `keep` or `keep_params` is below 1, `keep_best` is malformed, or the folder to read does not exist.
+          keep_params: the same for steps with parameters alone; None: none can be saved.
+          timeout_seconds: time limit of a save or a restore; None: depends on the bytes per host.
+          read_only: False: the folder is created, and what interrupted saves left is removed.
+          origin: reads parameters that steps leave out; None: such a step cannot be restored.
+          keep_best: also keep the best step by this metric (`best.parse`); "": only the latest.
         """
         for name, value in (("keep", keep), ("keep_params", keep_params)):
             if value is not None and value < 1:
@@ -98,7 +84,6 @@ class Checkpoints:
             distributed.barrier(f"checkpoints/open {folder.name}", timeout_seconds=OPEN_SECONDS)
 
     def _values(self, metric: best.Metric) -> dict[int, float]:
-        """Returns the metric's value for each step that host 0 sees, on every host."""
         described = steps.described_steps(self._directory) if distributed.is_host_zero() else {}
         found = best.values(described, metric)
         return {int(step): value for step, value in json.loads(distributed.from_host_zero(json.dumps(found))).items()}
@@ -106,17 +91,11 @@ class Checkpoints:
     def save(self, step: int, *, state: Any, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
         """Waits for the previous save, then starts an asynchronous one.
 
-        Returns when the arrays are copied off the devices and may be donated.
+        When it returns, the arrays are copied off the devices and may be donated.
 
         Args:
-          step: the step that produced `state`.
-          state: a pytree of jax.Arrays with any shardings.
-          data: the positions of the streams that this host owns, by name; names differ between hosts.
+          data: positions of the streams that this host owns, by name.
           meta: values that JSON can hold; those of host 0 are stored.
-
-        Raises:
-          TypeError: a leaf is not a jax.Array.
-          RuntimeError: the step is already saved, the previous save failed, or this one could not start.
         """
         reading.require_arrays(state)
         self.wait()
@@ -127,10 +106,9 @@ class Checkpoints:
         self._start(self._directory, step, state=state, data=data, meta=meta, kept=self._kept)
 
     def save_params(self, step: int, params: Any, meta: Mapping[str, Any]) -> None:
-        """Waits for the previous save, then starts an asynchronous one of parameters alone, as `save` does.
+        """Saves parameters alone, asynchronously like `save`; requires `keep_params`.
 
-        Parameters that were saved at this step or later are removed first: a resumed run repeats these steps.
-        Requires `keep_params`.
+        Those saved at this step or later are removed first: a resumed run repeats these steps.
         """
         assert self._params_kept is not None, "opened without keep_params"
         self.wait()
@@ -182,18 +160,14 @@ class Checkpoints:
         return next(reversed(self._steps()), None)
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]]:
-        """Restores a step: returns the state, the positions of the streams of all hosts, and the metadata.
+        """Returns the state of a step, the positions of the streams of all hosts, and the metadata.
 
-        Args:
-          step: a saved step.
-          abstract_state: a tree of jax.ShapeDtypeStruct like the saved state, each with the sharding to restore into.
+        `abstract_state` is a tree of jax.ShapeDtypeStruct with the shardings to restore into.
 
         Raises:
-          UserError: there is no such complete step, a leaf has no sharding, or the tree, a shape or a dtype
-            differs; names the leaves, before any array is read. Also if arrays that the step leaves out are no longer
-            in their source, or differ there, or there is no `origin` to read them.
-          DamagedError: an array or the metadata differs from what was saved.
-          UnreadableError: the step could not be read, for a reason that does not prove damage.
+          UserError: there is no such step, or it does not fit.
+          DamagedError: the step differs from what was saved.
+          UnreadableError: the step could not be read, which does not prove damage.
         """
         if step not in (there := self._steps()):
             raise UserError(f"no complete checkpoint of step {step} in {self._directory}; existing: {there or 'none'}")
@@ -203,20 +177,9 @@ class Checkpoints:
         return restored
 
     def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
-        """Restores the newest intact step: returns it with its state, streams and metadata; None if there are no steps.
+        """Restores the newest intact step: its number, state, streams and metadata; None if there are no steps.
 
-        Newer steps that are proven to be damaged are then renamed, so that they can be trained and saved again; host 0
-        prints this.
-
-        Args:
-          abstract_state: as in `restore`.
-
-        Raises:
-          Misfit: a leaf of `abstract_state` has no sharding, or the step does not fit it.
-          UserError: arrays that the step leaves out are no longer in their source, or differ there, or there is no
-            `origin` to read them.
-          UnreadableError: a step could not be read, for a reason that does not prove damage; nothing is renamed.
-          RuntimeError: there are steps, but none can be restored; nothing is renamed.
+        Newer steps that are proven to be damaged are renamed.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self._steps()):
@@ -243,7 +206,6 @@ class Checkpoints:
         return json.loads(distributed.from_host_zero(json.dumps(there)))
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Renames damaged steps, and prints why."""
         if not damaged:
             return
         if distributed.is_host_zero():
@@ -254,10 +216,7 @@ class Checkpoints:
         distributed.barrier(f"checkpoints/{max(damaged)} aside", timeout_seconds=reading.SLOW_SECONDS)
 
     def _attempt(self, step: int, abstract_state: Any) -> tuple[Any, str]:
-        """Restores a step; returns the result and, if the step is damaged, a description of it, equal on all hosts.
-
-        Raises Misfit, and UnreadableError if the step could not be read for a reason that does not prove damage.
-        """
+        """Restores a step; returns the result, and the damage or "", equal on all hosts."""
         reading.require_shardings(abstract_state)
         folder = self._directory / str(step)
         described, said = self._read(step, lambda: steps.read(folder))
@@ -290,7 +249,6 @@ class Checkpoints:
         return self._origin.open_source(left_out)
 
     def _limit_seconds(self, host_bytes: int) -> float:
-        """Returns the time limit of a save or a restore, in seconds."""
         return self._timeout_seconds or limit_seconds(host_bytes)
 
     def _read(self, step: int, read: Callable[[], Any]) -> tuple[Any, str]:
@@ -303,15 +261,7 @@ class Checkpoints:
             ) from error
 
     def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
-        """Restores a step for evaluation, as `restore` does.
-
-        Returns None on every host if there is no such step: a run that is training may have removed it, even while it
-        was read.
-
-        Raises:
-          UserError: the step does not fit, as `restore` says, or is damaged.
-          UnreadableError: the step could not be read, for a reason that does not prove damage.
-        """
+        """Restores a step for evaluation; returns None on every host if it does not exist."""
         if not self._is_there(step):
             return None
         unreadable, restored, said = None, None, ""
@@ -327,7 +277,6 @@ class Checkpoints:
             raise unreadable or DamagedError(said)
 
     def _is_there(self, step: int, *, after_seconds: float = 0.0) -> bool:
-        """Returns True if host 0 sees the step complete, and still does after `after_seconds`."""
         is_there, end = False, time.monotonic() + after_seconds
         if distributed.is_host_zero():
             while (is_there := step in steps.complete(self._directory)) and time.monotonic() < end:
@@ -345,13 +294,13 @@ class Checkpoints:
             )
 
     def check(self) -> None:
-        """Raises RuntimeError if the current save is known to have failed on a host. Does not wait; not collective."""
+        """Raises RuntimeError if the current save is known to have failed. Does not wait; not collective."""
         with self._forgetting_failures():
             if self._writing is not None and self._writing.is_done():
                 self._finished(self._writing)
 
     def wait(self) -> None:
-        """Waits until the last save is complete. Raises RuntimeError soon after it fails on any host."""
+        """Waits until the last save is complete; raises RuntimeError if it fails."""
         with self._forgetting_failures():
             if self._writing is not None:
                 self._writing.wait()
@@ -364,7 +313,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _forgetting_failures(self) -> Iterator[None]:
-        """Forgets a save that failed in this context, so that `close` does not wait for it."""
+        """Forgets a save that failed, so that `close` does not wait for it."""
         try:
             yield
         except WriteFailedError:
@@ -372,18 +321,17 @@ class Checkpoints:
             raise
 
     def costs(self) -> list[Cost]:
-        """Returns the costs of the saves that were completed since the last call. Not collective."""
+        """Returns the costs of saves completed since the last call. Not collective."""
         costs, self._costs = self._costs, []
         return costs
 
     def close(self) -> None:
-        """Waits for the last save. Raises RuntimeError if it failed."""
+        """Waits for the last save; raises RuntimeError if it failed."""
         with self._quiet:
             self.wait()
 
 
 def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) -> None:
-    """Waits until a step is complete; then host 0 removes the steps that are no longer kept."""
     finish()
     if not distributed.is_host_zero():
         return
@@ -398,7 +346,6 @@ def _finish(finish: Callable[[], None], directory: paths.Path, kept: best.Kept) 
 
 
 def _digests_of_all_hosts(data: Mapping[str, bytes]) -> dict[str, str]:
-    """Returns the SHA-256 of the data position of each stream of all hosts, by name."""
     own = {name: steps.digest(position) for name, position in data.items()}
     said = distributed.all_gather_text("checkpoints/streams", json.dumps(own))
     return dict(sorted(pair for digests in said for pair in json.loads(digests).items()))
@@ -411,13 +358,11 @@ def _read_arrays_and_streams(folder: paths.Path, abstract_state: Any) -> tuple[A
 
 
 def _completed(state: Any, like: Any, others: Mapping[str, Any]) -> Any:
-    """Returns a tree like `like` with the leaves of `state` and, by name, the others."""
     found = {**reading.by_name(state), **others}
     return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in reading.by_name(like)])
 
 
 def _sealed(described: steps.Description, state: Any, data: Mapping[str, bytes]) -> tuple[Any, dict[str, bytes]]:
-    """Returns the state, and the data positions that belong to its step. Raises as `Description.positions`."""
     return state, described.positions(data)
 
 

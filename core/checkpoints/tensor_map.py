@@ -4,13 +4,12 @@ A `Source` describes the dimensions of a tensor by the logical axes of a paramet
 
     Source("h.{}.attn.c_attn.weight", "embed (0/3 heads head_dim)")
 
-is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. If the
-blocks differ in size, `4+heads+2` is the axis `heads` with four entries of other parameters before it and two after
-it. `4+(heads head_dim)+2` says the same of merged axes. `{}` stands for the number of the layer: a parameter with the
-axis `layers` is read from one tensor per layer. A second `{}` stands for the index along its next axis, such as the
-number of an expert. `first` and `every` describe a parameter that only some layers have: `first=1, every=2` means
-layers 1, 3, 5, ... `_` is an unnamed dimension. An axis may be shorter in the tensor than in the parameter (a
-vocabulary that the model rounds up); the remaining entries of the parameter are zero, and are not exported.
+is a matrix whose rows are `embed`, and whose columns are the first of three blocks of `heads` x `head_dim`. `4+heads+2`
+is the axis `heads` with four entries of other parameters before it and two after it; `4+(heads head_dim)+2` says the
+same of merged axes. `_` is an unnamed dimension.
+
+`{}` stands for the number of the layer: a parameter with the axis `layers` is read from one tensor per layer. A second
+`{}` is the index along its next axis, such as an expert. `first=1, every=2` means layers 1, 3, 5, ...
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Source:
     """The tensor, or the tensors of all layers, that hold a parameter.
 
     Attributes:
-      name: name of the tensor, with `{}` for the number of the layer; with a leading "/" it takes no prefix.
-      dims: the tensor's dimensions in terms of the parameter's other axes; see the module.
-      first, every: the layer of the parameter's first entry, and the stride in layers.
-      dtype: dtype in which the tensor is written; "": that of the export.
+      name: name of the tensor, `{}` for the layer; with a leading "/" it takes no prefix.
+      dims: the tensor's dimensions by the parameter's other axes; see the module.
+      first, every: layer of the parameter's first entry, and stride in layers.
+      dtype: dtype to write; "": that of the export.
     """
 
     name: str
@@ -45,17 +44,17 @@ class Source:
     dtype: str = ""
 
     def prefixed(self, prefix: str) -> Source:
-        """Returns the source with `prefix` before its tensor name."""
+        """Returns the source with `prefix` before its name; a leading "/" is removed instead."""
         name = self.name[1:] if self.name.startswith("/") else prefix + self.name
         return dataclasses.replace(self, name=name)
 
     def tensor(self, place: tuple[int, ...]) -> str:
-        """Returns the name of the tensor for the given indices of the parameter's stacked axes."""
+        """Returns the name of the tensor at these indices of the parameter's stacked axes."""
         return self.name.format(self.first + self.every * place[0], *place[1:]) if place else self.name
 
     @property
     def num_stacked(self) -> int:
-        """The number of leading axes of the parameter that have a tensor for each entry."""
+        """The number of the parameter's leading axes that have a tensor for each entry."""
         return self.name.count("{}")
 
     @property
@@ -64,35 +63,30 @@ class Source:
 
     @property
     def _around(self) -> list[tuple[int, int]]:
-        """The numbers of other parameters' entries before and after the merged axes of each dimension."""
         return [(int(before or 0), int(after or 0)) for before, _, after, _ in _TOKEN.findall(self.dims)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape of the tensor, given the length of every axis in it."""
+        """Returns the shape of the tensor, given the length of each axis in it."""
         products = [math.prod(_size(token, sizes) for token in group) for group in self._groups]
         return tuple(sum(around) + own for around, own in zip(self._around, products, strict=True))
 
     def part(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> Slices:
-        """Returns the part of the tensor that contains the wanted part of the parameter; arguments as in `read`."""
+        """Returns the part of the tensor that `read` reads."""
         return tuple(place for place, _, _ in self._placed(sizes, wanted))
 
     def _placed(self, sizes: Mapping[str, int], wanted: Mapping[str, slice]) -> list[tuple]:
-        """Returns, for each dimension of the tensor, the range to read, its shape as factors, and the wanted parts."""
         covers = [[_slice(token, sizes, wanted) for token in group] for group in self._groups]
         lengths = [[_size(token, sizes) for token in group] for group in self._groups]
         starts = [before for before, _ in self._around]
         return [_covering(*three) for three in zip(covers, lengths, starts, strict=True)]
 
     def read(self, read: Callable[[Slices], np.ndarray], sizes: Mapping[str, int], wanted: Mapping[str, slice]):
-        """Reads a part of a parameter from one tensor, such as that of one layer.
+        """Reads a part of a parameter, with the axes of `sizes`, from one tensor.
 
         Args:
           read: reads a part of the tensor.
-          sizes: length in the tensor of every axis but the stacked ones, in the parameter's order.
+          sizes: length in the tensor of each axis but the stacked ones, in the parameter's order.
           wanted: the range to return of each of these axes.
-
-        Returns:
-          An array with the axes of `sizes`.
         """
         placed = self._placed(sizes, wanted)
         values = read(tuple(place for place, _, _ in placed))
@@ -106,10 +100,7 @@ class Source:
     def write(self, tensor: np.ndarray, values: np.ndarray, sizes: Mapping[str, int]) -> None:
         """Writes a parameter, or its part for one layer, into `tensor`, an array of `shape(sizes)`.
 
-        Args:
-          tensor: filled in place.
-          values: the parameter, or its part, with the axes of `sizes` in order; entries beyond `sizes` are left out.
-          sizes: as in `read`.
+        The axes of `values` are in the order of `sizes`; further entries are left out.
         """
         values = values[tuple(slice(0, size) for size in sizes.values())]
         tokens = [token for group in self._groups for token in group]
@@ -124,13 +115,11 @@ class Source:
 
 
 def _block(token: str) -> tuple[int, int] | None:
-    """Parses `0/3`, the first of three blocks, as (0, 3); returns None for the name of an axis."""
     number, slash, count = token.partition("/")
     return (int(number), int(count)) if slash else None
 
 
 def _axis(token: str) -> tuple[int, str, int]:
-    """Parses `4+heads+2`, an axis with entries of other parameters before and after it, as (4, "heads", 2)."""
     found = _AXIS.fullmatch(token)
     assert found is not None, token
     return int(found[1] or 0), found[2], int(found[3] or 0)
@@ -151,16 +140,7 @@ def _slice(token: str, sizes: Mapping[str, int], wanted: Mapping[str, slice]) ->
 
 
 def _covering(parts: Sequence[slice], sizes: Sequence[int], before: int) -> tuple[slice, list[int], list[slice]]:
-    """Returns the shortest range of a merged dimension that contains these parts of its factors.
-
-    Args:
-      parts: the wanted part of each factor.
-      sizes: length of each factor.
-      before: entries of other parameters before the first factor's.
-
-    Returns:
-      The range, its shape as factors, and the parts inside of that shape.
-    """
+    """Returns a range of a merged dimension with these parts, its shape as factors, and the parts inside."""
     lengths = [part.stop - part.start for part in parts]
     varies = next((i for i, length in enumerate(lengths) if length > 1), len(parts) - 1)
     inner = math.prod(sizes[varies + 1 :])

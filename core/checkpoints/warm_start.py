@@ -1,10 +1,4 @@
-"""Starts a run from the parameters of another run or of a published model, under any strategy.
-
-All missing, unused and differently shaped parameters are listed before any array is read. Each host reads the shards of
-its own chips.
-
-Checkpoints of a run from a published model leave out its frozen parameters; `Origin` reads them from there again.
-"""
+"""Starts a run from the parameters of another run or of a published model."""
 
 from __future__ import annotations
 
@@ -35,7 +29,7 @@ class ParameterSource(Protocol):
     """Interface of parameters that a run can start from.
 
     Attributes:
-      notes: lines that say how the model they come from differs from the one to start, even where all shapes agree.
+      notes: lines that say how their model differs from the one to start.
     """
 
     notes: Sequence[str]
@@ -44,41 +38,21 @@ class ParameterSource(Protocol):
         """Describes the source in one line."""
 
     def renamed(self, renames: Mapping[str, str]) -> ParameterSource:
-        """Returns the source as if its parameters, or the tensors of a published folder, had other names.
-
-        Args:
-          renames: see `core.parameters.renamed`.
-
-        Raises:
-          UserError: as `core.parameters.renamed`.
-        """
+        """Returns the source with other names (`core.parameters.renamed`)."""
 
     def has(self, path: str) -> bool:
-        """Returns whether the source has a parameter with this path."""
+        """Returns whether the source has this parameter."""
 
     def num_layers(self, path: str) -> int | None:
-        """Returns the number of layers of a stacked parameter in the source; None if the source lacks the parameter."""
+        """Returns the number of layers of a stacked parameter; None if the source lacks it."""
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
-        """Returns one line for each parameter that is missing, unused (`reading.Unused`), or of another shape or kind.
-
-        Args:
-          shapes, specs: shapes and specs of the parameters to read, trees of one structure.
-        """
+        """Returns a line for each parameter that is missing, unused (`reading.Unused`), or does not fit."""
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """Reads this host's shards, and calls `progress` meanwhile.
+        """Reads this host's shards of the parameters, a tree like `abstract`.
 
-        Args:
-          abstract: shapes, dtypes and shardings of the parameters to read.
-          specs: their specs, a tree of the same structure.
-          progress: called with the path of a parameter, its number from 1, and the number of parameters.
-
-        Returns:
-          A tree of arrays like `abstract`.
-
-        Raises:
-          UserError: parameters are missing or do not fit, or their values are damaged.
+        `progress` is called with a path, its number from 1, and the number of parameters.
         """
 
 
@@ -86,38 +60,23 @@ OpenSource = Callable[[LeftOut], ParameterSource]
 
 
 class Origin(NamedTuple):
-    """Reads the frozen parameters that checkpoints of a run leave out, and checks that they are the same.
+    """Reads the frozen parameters that checkpoints leave out, and checks that they are the same.
 
     Attributes:
-      open_source: opens the source of the parameters that a step leaves out.
-      specs: specs of the parameters of the run's model.
+      open_source: opens their source.
+      specs: specs of the model's parameters.
     """
 
     open_source: OpenSource
     specs: Specs
 
     def read(self, source: ParameterSource, described: Description, abstract_state: Any) -> dict[str, jax.Array]:
-        """Returns the arrays that a step leaves out, by name.
-
-        Args:
-          source: from `open_source`.
-          described: metadata of the step.
-          abstract_state: shapes and shardings of the arrays of the step.
-
-        Raises:
-          UserError: the source lacks some of the arrays, or their values differ.
-        """
+        """Returns the arrays that a step leaves out, by name; UserError if their fingerprints differ."""
         return read_left_out(source, described, left_out_of(described, abstract_state, self.specs))
 
 
 def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> dict[str, tuple[Any, ParamSpec]]:
-    """Returns shape, dtype and sharding, and the `ParamSpec`, of each array that a step leaves out, by name.
-
-    Args:
-      described: metadata of the step.
-      abstract_state: shapes, dtypes and shardings of arrays of the state; others that are left out are not returned.
-      specs: specs of the model's parameters.
-    """
+    """Returns (leaf of `abstract_state`, spec) of arrays that a step leaves out, by name."""
     shapes, by_name = reading.by_name(abstract_state), reading.by_name({"params": specs})
     names = described.left_out.arrays if described.left_out else []
     return {name: (shapes[name], by_name[name]) for name in names if name in shapes}
@@ -126,11 +85,7 @@ def left_out_of(described: Description, abstract_state: Any, specs: Specs) -> di
 def require_left_out(
     source: ParameterSource, described: Description, wanted: Mapping[str, tuple[Any, ParamSpec]]
 ) -> None:
-    """Checks by its headers that a source has the arrays that a step leaves out; arguments as for `read_left_out`.
-
-    Raises:
-      UserError: the source lacks some of them; lists them.
-    """
+    """Raises UserError if a source lacks arrays that a step leaves out."""
     assert described.left_out is not None
     problems = [one for one in source.problems(*_trees(wanted)) if not isinstance(one, reading.Unused)]
     if problems:
@@ -144,15 +99,9 @@ def require_left_out(
 def read_left_out(
     source: ParameterSource, described: Description, wanted: Mapping[str, tuple[Any, ParamSpec]]
 ) -> dict[str, jax.Array]:
-    """Reads arrays that a step leaves out, and compares them with their fingerprints.
+    """Reads arrays that a step leaves out; UserError if their fingerprints differ.
 
-    Args:
-      source: where the arrays are.
-      described: metadata of the step.
-      wanted: shape, dtype and sharding, and spec of each array, by name.
-
-    Raises:
-      UserError: the source lacks some of the arrays, or their values differ.
+    `wanted` has, by name, a struct with sharding, and a spec.
     """
     require_left_out(source, described, wanted)
     assert described.left_out is not None
@@ -170,7 +119,7 @@ def read_left_out(
 
 
 def read_of_source(source: ParameterSource, wanted: Mapping[str, tuple[Any, ParamSpec]]) -> dict[str, jax.Array]:
-    """Reads arrays from a source, in the dtypes of `wanted`, without comparing them; returns them by name."""
+    """Reads the arrays `wanted` from a source, by name."""
     found = source.load(*_trees(wanted), progress=lambda *_: None)
     return {name: found[module][entry] for name in wanted for module, entry in (_place(name),)}
 
@@ -185,13 +134,11 @@ def _read_from(left_out: LeftOut) -> str:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Returns module and entry of a parameter from its name in a checkpoint."""
     module, _, entry = name.removeprefix(_PREFIX).rpartition("/")
     return module, entry
 
 
 def _trees(wanted: Mapping[str, tuple[Any, ParamSpec]]) -> tuple[Any, Any]:
-    """Returns `wanted`, which is by name, as two trees `{module: {entry: …}}`: one of shapes and one of specs."""
     shapes: dict[str, dict[str, Any]] = {}
     specs: dict[str, dict[str, ParamSpec]] = {}
     for name, (shape, spec) in wanted.items():
@@ -201,13 +148,7 @@ def _trees(wanted: Mapping[str, tuple[Any, ParamSpec]]) -> tuple[Any, Any]:
 
 
 class SavedParameters(ParameterSource):
-    """The parameters of a checkpoint.
-
-    Attributes:
-      folder: folder of the step.
-      meta: metadata that its run saved with it.
-      notes: see `ParameterSource`; empty unless a caller that knows the models gives them.
-    """
+    """The parameters of a checkpoint; `meta` is its run's metadata."""
 
     def __init__(
         self,
@@ -220,13 +161,9 @@ class SavedParameters(ParameterSource):
         """Reads the metadata of the step.
 
         Args:
-          folder: folder of the step.
-          renames: renames of its paths, as in `core.parameters.renamed`.
+          renames: as in `core.parameters.renamed`; None: none.
           notes: see `ParameterSource`.
-          open_source: opens the source of parameters that the step leaves out; None: such a step cannot be read.
-
-        Raises:
-          UserError: the metadata is damaged, or the renames do not fit its paths.
+          open_source: opens the source of parameters that the step leaves out; None: they cannot be read.
         """
         self.folder, self.notes, self._open_source = folder, tuple(notes), open_source
         with reading.refusing_damage(folder):
@@ -250,10 +187,6 @@ class SavedParameters(ParameterSource):
         return next(iter(reading.shape_of(self._content[path][0])), None) if self.has(path) else None
 
     def problems(self, shapes: Any, specs: Specs) -> Sequence[str]:
-        """Returns the differences between the step and a model.
-
-        They are found in the step's metadata, which describes the parameters that the step leaves out, too.
-        """
         del specs
         wanted = _by_path(shapes)
         kinds = {path: _read_as(kind, wanted.get(path)) for path, (kind, _) in self._content.items()}
@@ -266,25 +199,16 @@ class SavedParameters(ParameterSource):
 
     @property
     def left_out(self) -> LeftOut | None:
-        """The parameters that the step leaves out; None if it contains all."""
+        """The parameters that the step leaves out; None: it contains all."""
         return self._described.left_out
 
     def require_source(self, shapes: Any, specs: Specs) -> None:
-        """Checks that parameters that the step leaves out are in their source; reads headers only.
-
-        Raises:
-          UserError: the source is not there, or does not have them.
-        """
+        """Raises UserError if parameters that the step leaves out are not in their source."""
         if absent := self._absent(_by_path(shapes), _by_path(specs)):
             require_left_out(self._source, self._described, absent)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """Reads the parameters; returns a tree like `abstract`, with floating-point numbers in its dtypes.
-
-        Raises:
-          UserError: the step was removed meanwhile, or parameters are missing or differ from what was saved; lists
-            them. Saved parameters that are converted are not compared.
-        """
+        """Reads the parameters; floating-point numbers are converted to the dtypes of `abstract`."""
         wanted = _by_path(abstract)
         if missing := [path for path in wanted if path not in self._stored]:
             raise UserError(f"{self.describe()} has no parameters {', '.join(missing)}")
@@ -316,7 +240,6 @@ class SavedParameters(ParameterSource):
             raise steps.DamagedError(f"{len(wrong)} of {len(same)} arrays differ from what was saved: {listed}")
 
     def _absent(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, tuple[Any, ParamSpec]]:
-        """Returns the wanted parameters that the step leaves out, by name, with shardings, saved dtypes and specs."""
         names = {path: _PREFIX + self._stored[path] for path in wanted if path in self._stored}
         absent = {path: name for path, name in names.items() if name not in self._described.saved}
         saved_as = {path: jnp.dtype(self._content[path][0].partition("[")[0]) for path in absent}
@@ -330,7 +253,6 @@ class SavedParameters(ParameterSource):
         return self._open_source(self._described.left_out)
 
     def _read_left_out(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, Any]:
-        """Reads the wanted parameters that the step leaves out; returns them by path, in the wanted dtypes."""
         if not (asked := self._absent(wanted, specs)):
             return {}
         found = read_left_out(self._source, self._described, asked)
@@ -339,24 +261,12 @@ class SavedParameters(ParameterSource):
 
 
 class GivenParameters(ParameterSource):
-    """Parameters in the memory of this process, which is the only one of the run.
-
-    Attributes:
-      notes: empty; see `ParameterSource`.
-    """
+    """Parameters in the memory of this process, which is the only one of the run."""
 
     notes: Sequence[str] = ()
 
     def __init__(self, params: Any, renames: Mapping[str, str] | None = None):
-        """Takes a tree `{module: {name: array}}` of JAX or numpy arrays.
-
-        Args:
-          params: the tree; it is not changed, and its arrays are not donated.
-          renames: renames of its paths, as in `core.parameters.renamed`.
-
-        Raises:
-          UserError: `params` has another form, or the renames do not fit its paths.
-        """
+        """Takes a tree `{module: {name: array}}` of JAX or numpy arrays, which are not donated."""
         if not _is_tree_of_arrays(params):
             raise UserError(
                 f"init_from is of type {type(params).__name__}: expected text or {{module: {{name: array}}}}"
@@ -411,7 +321,7 @@ _PREFIX = "params/"
 
 
 def _path_of(name: str) -> str:
-    """Returns the path of a parameter from its name in a checkpoint: without Haiku's `~`."""
+    """Returns a parameter's path from its name in a checkpoint: without Haiku's `~`."""
     return name.removeprefix(_PREFIX).replace("~/", "")
 
 
@@ -420,7 +330,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _read_as(kind: str, wanted: Any) -> str:
-    """Returns the dtype and shape that a stored array has when it is read: any floating-point dtype is converted."""
+    """Returns dtype and shape as read: a floating-point dtype becomes the wanted floating-point one."""
     dtype, bracket, shape = kind.partition("[")
     if wanted is None or not all(jnp.issubdtype(jnp.dtype(d), jnp.floating) for d in (dtype, wanted.dtype)):
         return kind
@@ -428,14 +338,9 @@ def _read_as(kind: str, wanted: Any) -> str:
 
 
 def chosen(params: Any, patterns: Sequence[str]) -> Any:
-    """Selects the parameters whose paths match one of the patterns; returns a tree of them.
+    """Selects from `{module: {name: leaf}}` the parameters that match one of the patterns.
 
-    Args:
-      params: modules of parameters, `{module: {name: leaf}}`, or specs of the same form.
-      patterns: shell wildcards over paths such as `layers/block/query`.
-
-    Raises:
-      UserError: a pattern matches no parameter.
+    Patterns are shell wildcards over paths such as `layers/block/query`.
     """
     parameters.matches(params, patterns, where="INIT_PATTERNS")
     return _where(params, lambda path: any(fnmatch.fnmatch(path, p) for p in patterns))
@@ -445,13 +350,8 @@ def read_from(source: ParameterSource, params: Any, patterns: Sequence[str], *, 
     """Returns the tree of the parameters that `load` reads from the source.
 
     Args:
-      source: the parameters to start from.
-      params: modules of parameters, `{module: {name: leaf}}`, or specs of the same form.
-      patterns: as in `chosen`.
-      optional: wildcards over paths of parameters that are left out where the source lacks them.
-
-    Raises:
-      UserError: a pattern matches no parameter.
+      params, patterns: as in `chosen`.
+      optional: wildcards over paths that are left out where the source lacks them.
     """
     return _where(
         chosen(params, patterns),
@@ -480,19 +380,11 @@ def require_fit(
     optional: Sequence[str] = (),
     layers: LayerMap | None = None,
 ) -> None:
-    """Checks that a source has the parameters that match the patterns, unless they are optional.
-
-    With patterns other than `*`, parameters that are left over in the source are allowed.
+    """Raises UserError if a source does not fit the parameters that match the patterns.
 
     Args:
-      source: the parameters to start from.
-      shapes: shapes of all parameters of the model.
-      specs: their specs.
+      shapes, specs: of all parameters of the model.
       patterns, optional, layers: as in `load`.
-
-    Raises:
-      UserError: there are differences, of which it lists the first MOST_LINES; or a pattern matches no parameter, or
-        only optional ones that the source lacks.
     """
     for pattern in patterns:
         if not read_from(source, shapes, [pattern], optional=optional):
@@ -530,20 +422,12 @@ def load(
     """Reads the parameters that match the patterns from `source`, and initializes all others.
 
     Args:
-      source: the parameters to start from.
-      init: initializes all parameters; called unless all of them, and all of their layers, are read.
-      abstract: shapes and shardings of the parameters.
-      specs: the specs of the parameters.
+      init: initializes all parameters; called only if some are not read.
+      abstract, specs: shapes with shardings, and specs, of the parameters.
       patterns: as in `chosen`.
-      optional: wildcards over paths of parameters, such as adapters, that are initialized where the source lacks them.
-      layers: the layers of the source that the parameters start from; None: the same ones.
-      progress: called before a parameter is read, with its path, its number from 1, and the number of parameters.
-
-    Returns:
-      The arrays of all parameters, a tree like `abstract`.
-
-    Raises:
-      UserError: a pattern matches no parameter; or as `load` of the source.
+      optional: wildcards over paths that are initialized where the source lacks them.
+      layers: the source layers to start from; None: the same ones.
+      progress: called with a path, its number from 1, and the number of parameters.
     """
     wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (abstract, specs))
     is_whole = len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)) and not (layers and layers.initializes)

@@ -1,12 +1,6 @@
-"""Writes a step in the background, reports a failure on one host to all hosts at once, and records the cost of saves.
+"""Writes steps in the background with Orbax, whose experimental V1 only this module uses.
 
-Orbax would wait minutes for a host whose disk is full, so training waits inside Orbax only until the arrays are copied
-off the devices. A host that fails posts its error through the coordination service at once, and every host raises the
-first error that is posted.
-
-This is the only module that uses Orbax, by the public names of its V1, which is experimental: pyproject.toml pins its
-version. `store` decides which steps stay, because Orbax's `Checkpointer` waits for minutes for a host that failed.
-`arrays` reads, because Orbax's `load` needs a file that has no checksum.
+A host that fails posts its error for the other hosts; Orbax alone would wait minutes for that host.
 """
 
 import asyncio
@@ -40,10 +34,9 @@ class Cost(NamedTuple):
     """The cost of one save.
 
     Attributes:
-      step: the saved step.
       blocked_seconds: how long training waited for it.
       write_seconds: time from its start until it was complete.
-      bytes: size of all its arrays, on all hosts together.
+      bytes: total size of its arrays.
     """
 
     step: int
@@ -53,31 +46,25 @@ class Cost(NamedTuple):
 
 
 class WriteFailedError(RuntimeError):
-    """A save failed: a host could not write its part, or the time limit was exceeded.
-
-    Attributes:
-      says_all: its message contains the cause, so no traceback is printed.
-      ends_without_save: the run ends without trying to save another checkpoint.
-    """
+    """A save failed, or exceeded its time limit."""
 
     says_all = True
     ends_without_save = True
 
 
 class TooSlowError(TimeoutError):
-    """A save exceeded its time limit; the cause of the `WriteFailedError` that is raised."""
+    """A save exceeded its time limit."""
 
 
 def limit_seconds(host_bytes: int) -> float:
-    """Returns the default time limit of a save or a restore in seconds, from its bytes per host."""
+    """Returns the default time limit of a save or a restore, in seconds."""
     return BASE_SECONDS + SECONDS_PER_GIB * host_bytes / GIB
 
 
 def require_space(run_dir: str, size_bytes: int) -> None:
-    """Requires that one checkpoint fits on the disk of a run directory; buckets have no limit.
+    """Raises UserError if the disk of a run directory has less than `size_bytes` free.
 
-    Raises:
-      UserError: the disk has less free space than `size_bytes`, the size of all arrays before compression.
+    Buckets are not checked.
     """
     directory = paths.resolve(run_dir)
     if not paths.is_remote(directory) and (free := _free_bytes(directory)) < size_bytes:
@@ -104,16 +91,7 @@ class Writing:
         limit_seconds: float,
         blocked_seconds: float = 0.0,
     ):
-        """Describes a save.
-
-        Args:
-          step: the step to save.
-          directory: folder of all checkpoints.
-          size_bytes: size of the arrays on all hosts together.
-          host_bytes: size of the arrays on this host.
-          limit_seconds: time limit from its start until it is complete.
-          blocked_seconds: how long training has waited for it already.
-        """
+        """`host_bytes` is the size of the arrays on this host; the time limit counts from now."""
         self.step = step
         self._directory = directory
         self._size_bytes, self._host_bytes, self._limit_seconds = size_bytes, host_bytes, limit_seconds
@@ -124,14 +102,9 @@ class Writing:
         self._thread: threading.Thread
 
     def start(self, begin: Callable[[], Callable[[], None]]) -> None:
-        """Starts the save and continues it in the background.
+        """Starts the save and continues it in a thread.
 
-        Args:
-          begin: returns when the arrays are copied off the devices. Returns a function that returns when all hosts have
-            written their parts, and raises an error of this host.
-
-        Raises:
-          WriteFailedError: the save could not start.
+        `begin` copies the arrays off the devices; what it returns waits until all hosts have written.
         """
         try:
             with activity.enter(activity.SAVING, limit_seconds=self._limit_seconds):
@@ -149,11 +122,7 @@ class Writing:
         return Cost(self.step, self._blocked_seconds, self._write_seconds, self._size_bytes)
 
     def is_done(self) -> bool:
-        """Returns whether the save is complete; does not wait.
-
-        Raises:
-          WriteFailedError: a host has failed, or the save exceeds its time limit.
-        """
+        """Returns whether the save is complete; WriteFailedError if it is known to have failed."""
         self._raise_own()
         if not self._thread.is_alive():
             return True
@@ -164,11 +133,7 @@ class Writing:
         return False
 
     def wait(self) -> None:
-        """Waits until all hosts have written their parts.
-
-        Raises:
-          WriteFailedError: a host has failed, or the save exceeds its time limit; raised as soon as this is known.
-        """
+        """Waits until all hosts have written; WriteFailedError if that fails or takes too long."""
         began = time.monotonic()
         with activity.enter(activity.SAVING, limit_seconds=self._limit_seconds):
             while self._thread.is_alive() and self._error is None:
@@ -192,7 +157,7 @@ class Writing:
         self._write_seconds = time.monotonic() - self._began
 
     def fail(self, error: BaseException) -> None:
-        """Records an error of this host and posts it to the others. Thread-safe; only the first error is kept."""
+        """Records this host's first error and posts it to the other hosts; thread-safe."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -231,7 +196,7 @@ class Writing:
 
 
 def space(directory: paths.Path, *, needed_bytes: int) -> str:
-    """Describes the size of a checkpoint and, on a disk, the free space: `a checkpoint takes 1.2 GiB, …; `."""
+    """Describes the size of a checkpoint and, on a disk, the free space."""
     takes = f"a checkpoint takes {needed_bytes / GIB:.3g} GiB"
     with contextlib.suppress(OSError):
         if not paths.is_remote(directory) and directory.exists():
@@ -240,18 +205,14 @@ def space(directory: paths.Path, *, needed_bytes: int) -> str:
 
 
 class _Files:
-    """The files that this host writes into a part of a step: content by name."""
+    """Files for this host to write, by name; all hosts construct these in the same order."""
 
     def __init__(self, content: Mapping[str, bytes], fail: Callable[[BaseException], None]):
-        """Takes the files and a function that receives an error. All hosts construct these in the same order."""
         self.content, self.fail, self.number = content, fail, next(_numbers)
 
 
 class _FilesHandler(ocp.handlers.CheckpointableHandler):
-    """Tells Orbax how to write `_Files`."""
-
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Returns whether this handler writes the part."""
         return isinstance(checkpointable, _Files)
 
     async def save(self, directory: Any, checkpointable: _Files) -> Coroutine[Any, Any, None]:
@@ -294,18 +255,15 @@ def begin(
     meta: Mapping[str, bytes],
     fail: Callable[[BaseException], None],
 ) -> Callable[[], None]:
-    """Starts to write a step; returns when its arrays are copied off the devices and may be donated.
+    """Copies a step's arrays off the devices, then writes them in the background.
+
+    The arrays may be donated when this returns. The returned function waits until all hosts have written, and raises an
+    error of this host.
 
     Args:
-      folder: folder of the step, which does not exist yet.
-      state: a pytree of jax.Arrays with any shardings; None in place of arrays that are left out.
-      data: the files of its data positions that this host writes.
-      meta: the files of its metadata that this host writes.
-      fail: called at once with an error in writing the files of `data` or `meta`.
-
-    Returns:
-      A function that returns when all hosts have written their parts and the step is complete. It raises an error of
-      this host, perhaps long after it happened: when the host's other parts have ended.
+      state: a pytree of jax.Arrays; None in place of arrays that are left out.
+      data, meta: files that this host writes, content by name.
+      fail: called with an error in writing these files.
     """
     parts = {steps.STATE_PART: state, steps.STREAMS_PART: _Files(data, fail), steps.PART: _Files(meta, fail)}
     with _context():
@@ -313,7 +271,7 @@ def begin(
 
 
 class SaveCosts:
-    """Records the cost of every save of a run; reports the first when it is known, and the total at the end."""
+    """Records what saves cost; reports the first, and the total at the end."""
 
     def __init__(
         self,
@@ -322,13 +280,7 @@ class SaveCosts:
         write: Callable[[int, Mapping[str, float]], None],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Starts the clock.
-
-        Args:
-          say: receives lines for the terminal.
-          write: `write(step, values)` records metrics.
-          clock: returns the time in seconds.
-        """
+        """`say` receives lines for the terminal; `write(step, values)` records metrics."""
         self._say = say
         self._write = write
         self._clock = clock
@@ -352,10 +304,7 @@ class SaveCosts:
             )
 
     def end(self) -> None:
-        """Reports the total, if there were saves.
-
-        For example: `checkpoints: 3 saved, 420 MiB each; training waited 600 ms per save, 4.9 % of 37 s`.
-        """
+        """Reports the total, if there were saves."""
         if not self._costs:
             return
         most_bytes = max(cost.bytes for cost in self._costs)
@@ -370,13 +319,12 @@ class SaveCosts:
 
 
 def estimate_saves(run_dir: str, *, interval: int, keep: int, size_bytes: int) -> str:
-    """Describes the saves of a run: `every 1,000 steps, keeping the latest 3, 420 MiB each; 12 GiB of disk free`.
+    """Describes how often a run saves, how much and, on a disk, the free space.
 
     Args:
-      run_dir: local or gs://.
       interval: steps between saves.
-      keep: how many of the latest checkpoints are kept.
-      size_bytes: size of all arrays of the state.
+      keep: number of latest checkpoints to keep.
+      size_bytes: size of all arrays.
     """
     text = f"every {units.counted(interval, 'step')}, keeping the latest {keep}, {units.size(size_bytes)} each"
     directory = paths.resolve(run_dir)

@@ -1,10 +1,4 @@
-"""Optimizers built on optax, with gradient clipping, weight decay, frozen parameters and parameter averages.
-
-schedules.py   learning rate by step, and the ranges of hyperparameters
-base.py        `Optimizer`, the arguments that all rules share, any transformation of optax, logical axes of the state
-stacks.py      whether a transformation of optax treats a layer of a stack as a parameter of its own
-rules.py       adamw, adafactor, lion, muon, adam_atan2; averages of parameters; sign updates for rows of a table
-"""
+"""Optimizers built on optax, with clipping, weight decay, frozen parameters and parameter averages."""
 
 from core.optimizers.base import Optimizer, Rule, Transformation, as_optimizer, from_optax, state_axes
 from core.optimizers.rules import adafactor, adam_atan2, adamw, averaged, lion, muon, with_table

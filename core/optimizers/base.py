@@ -1,12 +1,11 @@
 """The `Optimizer` that a training step uses, and the steps that all rules share.
 
-What an optimizer does to a parameter depends on its `ParamSpec`: most do not decay norms and biases, and parameters
-that are not trainable have no state. So an optimizer is first bound to the parameters of a model:
+An optimizer is first bound to the parameters of a model, because what it does depends on their `ParamSpec`:
 
     optimizer = adamw(learning_rate=constant(1e-3)).for_model(model, batch)
 
-`parallel.partitioner.Program` does this itself. A rule (`core.optimizers.rules`) converts a gradient to an update
-direction. `trained_by` turns it into a constructor of an `Optimizer`, which adds and documents the shared steps:
+A rule (`core.optimizers.rules`) converts a gradient to an update direction. `trained_by` turns it into a constructor of
+an `Optimizer`, which adds the shared steps:
 
     clip by global norm  ->  rule  ->  + weight_decay * parameter  ->  * -learning_rate
 """
@@ -40,17 +39,15 @@ Transformation: TypeAlias = optax.GradientTransformation
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A rule that makes an optax transformation, with the information that a training step needs.
+    """A rule that makes an optax transformation, and what else a training step needs.
 
     Attributes:
-      rule: a function from the specs of a model's parameters to an optax transformation, which converts gradients to
-        updates and may take `extras` of the step's `LossOutput`; `lambda specs: optax.sgd(0.1)` treats all alike.
-      learning_rate: schedule over the number of applied updates, for reporting (`rate`); None if only the
-        transformation knows it.
+      rule: makes a transformation from the specs of parameters, such as `lambda specs: optax.sgd(0.1)`.
+      learning_rate: schedule over applied updates, for reporting; None: only the transformation knows it.
       live: kinds of trained parameters that are not averaged over steps.
-      averages: returns the averaged parameters of a state, with `optax.MaskedNode` for those without an average; None
-        if the rule does not average, or does with `optax.contrib.schedule_free`.
-      specs: specs of the parameters that it is bound to; None before `bound`.
+      averages: returns the averaged parameters of a state, `optax.MaskedNode` for the others; None: there are none, or
+        `optax.contrib.schedule_free` keeps them.
+      specs: specs of the bound parameters; None before `bound`.
     """
 
     rule: Rule
@@ -60,12 +57,7 @@ class Optimizer:
     specs: Specs | None = None
 
     def bound(self, specs: Specs) -> Optimizer:
-        """Returns the optimizer for parameters with these specs.
-
-        Raises:
-          UserError: no parameter is trainable, there is none of the kind that the rule is for, or a pattern of the
-            optimizer (`no_decay`) matches none.
-        """
+        """Returns the optimizer for parameters with these specs; UserError if it does not fit them."""
         if not any(spec.trainable for spec in jax.tree.leaves(specs)):
             raise UserError(f"all parameters are frozen ({', '.join(parameters.names(specs))}): leave some to train")
         bound = dataclasses.replace(self, specs=specs)
@@ -73,21 +65,16 @@ class Optimizer:
         return bound
 
     def for_model(self, model: Model, batch: Mapping[str, Any]) -> Optimizer:
-        """Binds the optimizer to the parameters of a model, as `bound` does, using only their shapes.
+        """Binds the optimizer to the parameters of a model, whose `init` is traced.
 
-        Args:
-          model: its `init` is traced.
-          batch: arrays, or a spec of them.
-
-        Raises:
-          UserError: a parameter has no named axes, or as `bound`.
+        `batch` has arrays, or anything with shape and dtype.
         """
         example = {name: jax.ShapeDtypeStruct(field.shape, field.dtype) for name, field in batch.items()}
         return self.bound(logical.abstract_init(model.init, jax.random.key(0), example)[1])
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The optax transformation for the bound parameters. Raises UserError if the optimizer is not bound."""
+        """The optax transformation for the bound parameters."""
         return optax.with_extra_args_support(self.rule(self._specs))
 
     def trained(self, params: Params) -> Any:
@@ -103,10 +90,7 @@ class Optimizer:
         return self.specs
 
     def init(self, params: Params) -> Any:
-        """Returns the initial state for these parameters.
-
-        Raises UserError if the optimizer is not bound, or if its transformation cannot be applied to them.
-        """
+        """Returns the initial state for these parameters."""
         return self.transformation.init(params)
 
     def update(
@@ -115,11 +99,8 @@ class Optimizer:
         """Returns the new parameters and state; frozen parameters keep their bits.
 
         Args:
-          grads: gradients of the mean loss; those of frozen parameters are not used.
-          state: the previous state.
-          params: the previous parameters.
           extras: `extras` of the model's `LossOutput`.
-          value: the mean loss, [], float32, which some transformations of optax need; None: not given to them.
+          value: the mean loss, [], float32, which some transformations of optax need.
         """
         updates, state = self.transformation.update(grads, state, params, extras=extras, value=value)
         after = optax.apply_updates(params, updates)
@@ -134,14 +115,7 @@ class Optimizer:
     def rate(self, state: Any, step: jax.Array, *, after: Any) -> jax.Array | None:
         """Returns the learning rate of an update, [], float32; None if only the transformation knows it.
 
-        With the attribute `learning_rate`, the schedule is evaluated at the number of applied updates, if the state
-        counts them (fewer than the steps if updates were skipped), otherwise at `step`. Without it, the rate is the
-        hyperparameter `learning_rate` in a state of `optax.inject_hyperparams`.
-
-        Args:
-          state: the optimizer's state before the update.
-          step: number of steps done, [], int32.
-          after: the optimizer's state after the update, in which optax stores the hyperparameters of the update.
+        `step` is the number of steps done; `after` is the state after the update.
         """
         if self.learning_rate is None:
             injected = nodes(after, optax.InjectStatefulHyperparamsState)
@@ -155,11 +129,7 @@ class Optimizer:
         return jax.tree.map(lambda p, on: p if on else jax.lax.stop_gradient(p), params, self.trained(params))
 
     def evaluated(self, params: Params, state: Any) -> Params:
-        """Returns the parameters to evaluate, sample from and export: the averaged ones if the optimizer averages.
-
-        It averages with `averages`, or with `optax.contrib.schedule_free`, whose average is computed from its state and
-        the parameters.
-        """
+        """Returns the parameters to evaluate and export: the averaged ones if the optimizer averages."""
         if self.averages is not None:
             return _merged(self.averages(state), params)
         for found in nodes(state, optax.contrib.ScheduleFreeState):
@@ -176,13 +146,12 @@ class Optimizer:
 
 
 def nodes(state: Any, kind: type) -> list[Any]:
-    """Returns the outermost nodes of a state tree that are instances of a class."""
+    """Returns the outermost nodes of a tree that are instances of a class."""
     parts = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [part for part in parts if isinstance(part, kind)]
 
 
 def _merged(averages: Params, params: Params) -> Params:
-    """Returns the averages, and parameters where there is none."""
     return jax.tree.map(lambda a, p: p if _is_masked(a) else a, averages, params, is_leaf=_is_masked)
 
 
@@ -191,7 +160,7 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[..., Optimizer]]:
-    """Returns a decorator that turns a function that returns a rule into a constructor of an `Optimizer`.
+    """Returns a decorator that makes a constructor of an `Optimizer` from a function that returns a rule.
 
     In addition to the keyword arguments of the rule, the constructor takes:
       learning_rate: schedule.
@@ -199,11 +168,8 @@ def trained_by(**defaults: Any) -> Callable[[Callable[..., Rule]], Callable[...,
       clip_norm: largest global norm of the gradient, above 0; None: no clipping.
       no_decay: kinds (`core.parameters.KINDS`) or patterns over paths of parameters without weight decay.
 
-    It raises UserError for a number out of range (`schedules.check_ranges`), and when bound for a
-    pattern that matches no parameter.
-
     Args:
-      **defaults: defaults of the shared arguments for this rule; `weight_decay` is required.
+      **defaults: defaults of these shared arguments; `weight_decay` is required.
     """
 
     def decorate(rule: Callable[..., Rule]) -> Callable[..., Optimizer]:
@@ -240,8 +206,6 @@ def _shared(
     clip_norm: float | None = 1.0,
     no_decay: Sequence[str] = ("norm", "bias"),
 ) -> Callable[[Rule], Optimizer]:
-    """Returns a function that adds clipping, weight decay and the learning rate to a rule, and makes an `Optimizer`."""
-
     def around(rule: Rule) -> Optimizer:
         def complete(specs: Specs) -> optax.GradientTransformation:
             chain = optax.chain(
@@ -273,7 +237,7 @@ def trained_of(specs: Specs) -> Any:
 
 
 def only_trainable(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformation:
-    """Returns a transformation that applies `rule` to trained parameters, and leaves frozen ones as they are."""
+    """Returns a transformation that applies `rule` to trained parameters only."""
     labels = jax.tree.map(lambda spec: "trained" if spec.trainable else "frozen", specs)
     if "frozen" not in jax.tree.leaves(labels):
         return rule
@@ -288,28 +252,16 @@ def from_optax(
 ) -> Optimizer:
     """Returns an optimizer that applies a complete optax transformation, such as `optax.adan(1e-3)`.
 
-    The transformation brings its own learning rate, weight decay and masks; nothing is added unless asked for. A
-    training step passes gradients, parameters and `value`, the mean loss, to its update. It cannot pass functions that
-    evaluate the loss again (`value_fn`, `obj_fn`, `grad_fn`), so transformations that need them, such as line searches
-    and second-order methods, cause an error before the first step.
-
-    The learning rate is reported if the state contains it (`optax.inject_hyperparams`); otherwise it is known only
-    inside the transformation, and steps have no metric `learning_rate`. Evaluation uses the averaged parameters of
-    `optax.contrib.schedule_free`.
+    The transformation brings its own learning rate, weight decay and masks. Its update gets gradients, parameters and
+    `value`, the mean loss. Transformations that evaluate the loss again, as line searches do, are not supported. The
+    learning rate is reported if the state contains it (`optax.inject_hyperparams`).
 
     Args:
       transformation: converts gradients of the mean loss to updates that are added to the parameters.
-      clip_norm: largest global norm of the gradient, above 0; None: no clipping besides that of the transformation.
-      by_layer: whether each layer of a stack is treated as a separate parameter. None: only if the transformation
-        would otherwise treat a stack in another way than its layers, because it looks at dimensions or sizes
-        (`mask=lambda p: tree_map(lambda x: x.ndim > 1, p)`, labels by shape, `sm3`). Set True for transformations that
-        use norms of a whole parameter (`lamb`, `lars`), so that training does not depend on how layers are stored; not
-        for those that combine all parameters (`prodigy`). False: never.
-
-    Raises:
-      UserError: `transformation` is not one of optax, or a number is out of range. Raised in `init`: the transformation
-        cannot be applied, it looks at dimensions and combines parameters, or it is `optax.contrib.muon` and the
-        parameters with two dimensions are not the matrices.
+      clip_norm: largest global norm of the gradient, above 0; None: no clipping is added.
+      by_layer: whether each layer of a stack is a separate parameter. None: only if the transformation would otherwise
+        treat a stack unlike its layers. Set True for transformations that use norms of a whole parameter (`lamb`,
+        `lars`).
     """
     if not isinstance(transformation, optax.GradientTransformation):
         raise UserError(
@@ -331,15 +283,12 @@ def from_optax(
 
 
 def as_optimizer(given: Optimizer | Transformation) -> Optimizer:
-    """Converts an optax transformation to an `Optimizer`; returns an `Optimizer` unchanged.
-
-    Raises UserError as `from_optax`.
-    """
+    """Converts an optax transformation to an `Optimizer`; returns an `Optimizer` unchanged."""
     return given if isinstance(given, Optimizer) else from_optax(transformation=given)
 
 
 def _checked(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with an `init` that first traces an update: UserError if a step cannot apply it."""
+    """Returns the transformation with an `init` that first traces an update; UserError if that fails."""
     rule = optax.with_extra_args_support(transformation)
 
     def init(params: Params) -> Any:
@@ -369,8 +318,6 @@ def _checked(transformation: optax.GradientTransformation) -> optax.GradientTran
 
 
 def _check_state(before: Any, after: Any) -> None:
-    """Raises UserError if an update adds or removes arrays of the state, or changes a shape or dtype."""
-
     def described(tree: Any) -> dict[str, str]:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {parameters.path_name(path): f"{a.dtype.name}{list(a.shape)}" for path, a in leaves}
@@ -385,22 +332,12 @@ def _check_state(before: Any, after: Any) -> None:
 
 
 def state_axes(optimizer: Optimizer, shapes: Params) -> Any:
-    """Returns the logical axes of every leaf of the optimizer's state.
+    """Returns the logical axes of every leaf of the optimizer's state, a tree of `Axes`.
 
-    A leaf belongs to the parameter whose path is the end of the leaf's path. A leaf with the parameter's shape has the
-    parameter's axes; one with several entries of that shape (the memory of L-BFGS) has them after its leading
-    dimensions. A leaf that lacks a dimension (a factored moment) has the remaining axes. A row or column moment over
-    joined dimensions has the axis of the first of them, whose shards are contiguous. All other leaves (counters, and
-    the vector that SM3 stores for each dimension) have no named axis, and are replicated. Of two equally long
-    dimensions optax drops the later for a row moment and the earlier for a column moment; if that changed, the layout
-    would change but not the results.
-
-    Args:
-      optimizer: bound to the parameters.
-      shapes: tree of `jax.ShapeDtypeStruct` of the parameters.
-
-    Returns:
-      A tree like `optimizer.init(params)` with `Axes` leaves.
+    A leaf belongs to the parameter whose path is the end of the leaf's path. If its last dimensions are those of the
+    parameter, it has the parameter's axes there. A leaf that lacks a dimension (a factored moment) has the remaining
+    axes; a moment over joined dimensions has the axis of the first of them. Other leaves have no named axis, and are
+    replicated.
     """
     spec_at = parameters.lookup(optimizer.specs)
     by_path = {tuple(path): (leaf.shape, spec_at(path)) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
@@ -416,11 +353,7 @@ def state_axes(optimizer: Optimizer, shapes: Params) -> Any:
 def _surviving_axes(
     leaf: tuple[int, ...], param: tuple[int, ...], spec: ParamSpec, *, first: bool
 ) -> tuple[str | None, ...]:
-    """Returns the axes of a leaf from the shape and spec of its parameter; no named axes if the shapes are unrelated.
-
-    A leaf that lacks a dimension lacks the last one (or the first, if `first`) without which the sizes match. A leaf
-    that is one side of the parameter as a matrix has the axis of the first of the joined dimensions.
-    """
+    """Returns a leaf's axes; `first`: of equally long dimensions, the first was dropped, not the last."""
     names, stacked = spec.axes, spec.stacked
     if (leading := len(leaf) - len(param)) >= 0 and leaf[leading:] == param:
         return (None,) * leading + names

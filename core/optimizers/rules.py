@@ -1,6 +1,6 @@
-"""Optimizer rules, parameter averages, and sign updates for tables; `core.optimizers.base` has the shared arguments.
+"""Optimizer rules, parameter averages, and sign updates for tables.
 
-A rule converts gradients to update directions. `averaged` and `with_table` wrap an optimizer made of one.
+`core.optimizers.base.trained_by` has the arguments that all rules share.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from core.types import Params
 
 @trained_by(weight_decay=0.1)
 def adamw(*, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Rule:
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2) with clipping of the global gradient norm.
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2).
 
-    It takes and checks the arguments that all rules share, too (`core.optimizers.base.trained_by`).
+    Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
       b1: decay of the first moment, from 0 to below 1.
@@ -43,18 +43,16 @@ def adafactor(
     relative: bool = True,
     min_factored: int = 128,
 ) -> Rule:
-    """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum, with factored second moments.
+    """Adafactor (Shazeer & Stern 2018, algorithms 4 and 5) without momentum.
 
-    Each layer of a stack is a parameter of its own. Input dimensions of a matrix are joined, and so are its output
-    dimensions, so that narrow heads do not prevent factoring. Shared arguments: `core.optimizers.base.trained_by`.
+    Each layer of a stack is a parameter of its own; input dimensions of a matrix are joined, and so are its output
+    dimensions. Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
       decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate; above 0.
-      clip_update: largest root mean square of an update before `relative` and the learning rate are applied; above 0.
-      relative: whether to multiply updates by the root mean square of the parameter; the learning rate is then
-        relative, about 1e-2.
-      min_factored: the second moment of a matrix is factored if both sides are at least this large; at least 1. A
-        parameter of another kind is factored over its two largest dimensions by the same rule.
+      clip_update: largest root mean square of an update before `relative` and the learning rate; above 0.
+      relative: whether to multiply updates by the root mean square of the parameter; use a learning rate of about 1e-2.
+      min_factored: second moments are factored if their two largest dimensions are at least this large; at least 1.
     """
     rule = optax.chain(
         optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_factored),
@@ -66,10 +64,10 @@ def adafactor(
 
 @trained_by(weight_decay=1.0)
 def lion(*, b1: float = 0.9, b2: float = 0.99) -> Rule:
-    """Lion (Chen et al. 2023, algorithm 2): updates by the sign of an interpolated momentum, with a single moment.
+    """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated momentum.
 
-    It needs a learning rate three to ten times smaller than `adamw`, and a weight decay three to ten times larger.
-    Shared arguments: `core.optimizers.base.trained_by`.
+    It needs a smaller learning rate and a larger weight decay than `adamw`. Shared arguments:
+    `core.optimizers.base.trained_by`.
 
     Args:
       b1: weight of the momentum in the update, from 0 to below 1.
@@ -90,17 +88,17 @@ def muon(
     """Muon (Jordan 2024) for matrices; AdamW for parameters of all other kinds.
 
     The momentum of a matrix [rows, columns] is nearly orthogonalized by five Newton-Schulz steps, and scaled so that
-    the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4). Layers of a stack are processed
-    one after the other, so that only one is gathered at a time. Several input or output dimensions are joined: a query
-    weight [embed, heads, head_dim] is a matrix [embed, heads x head_dim] (`core.parameters.ParamSpec.in_dims`).
-    Shared arguments: `core.optimizers.base.trained_by`.
+    the learning rate and weight decay of AdamW can be used (Liu et al. 2025, eq. 4). Several input or output dimensions
+    are joined: a query weight [embed, heads, head_dim] is a matrix [embed, heads x head_dim]. Shared arguments:
+    `core.optimizers.base.trained_by`.
 
     Args:
       momentum: decay of Muon's moment (Nesterov's form), from 0 to below 1.
       rms: root mean square of an update before the learning rate; above 0.
       b1, b2, eps: as in `adamw`, for the other parameters.
 
-    When it is bound to a model without matrices, it raises UserError.
+    Raises:
+      UserError: when bound, no parameter is a matrix.
     """
 
     def rule(specs: Specs) -> optax.GradientTransformation:
@@ -123,12 +121,7 @@ def muon(
 
 
 class Atan2State(NamedTuple):
-    """The state of `adam_atan2`.
-
-    Attributes:
-      count: [], int32, number of updates done.
-      mu, nu: first and second moments, trees like the parameters.
-    """
+    """The state of `adam_atan2`."""
 
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
     mu: Params  # first moments
@@ -137,14 +130,12 @@ class Atan2State(NamedTuple):
 
 @trained_by(weight_decay=0.1, clip_norm=None, no_decay=())
 def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
-    """Adam with atan2 instead of division (Everett et al. 2024): no epsilon, and invariant to the gradient's scale.
-
-    The bias of the first moment is corrected outside the arctangent, and there is no scale constant, as in the
-    adam-atan2 package that the Tiny Recursive Model uses. With a constant gradient the direction falls from
-    about 1 at the first step to pi/4. By default all parameters are decayed and gradients are not clipped. Shared
-    arguments: `core.optimizers.base.trained_by`.
+    """Adam with atan2 instead of division (Everett et al. 2024).
 
         direction = atan2(m, sqrt(v / (1 - b2^t))) / (1 - b1^t)
+
+    The bias of the first moment is corrected outside the arctangent, as in the adam-atan2 package. Shared arguments:
+    `core.optimizers.base.trained_by`.
 
     Args:
       b1: decay of the first moment, from 0 to below 1.
@@ -168,32 +159,24 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
 
 
 class AverageState(NamedTuple):
-    """The state of `averaged`.
-
-    Attributes:
-      inner: state of the inner optimizer.
-      average: the averaged parameters, with `optax.MaskedNode` for those that are not averaged.
-    """
+    """The state of `averaged`; `average` has `optax.MaskedNode` for parameters that are not averaged."""
 
     inner: Any
     average: Params
 
 
 def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
-    """Adds an average of the trained parameters to an optimizer; its `evaluated` then returns the averages.
+    """Adds an average of the trained parameters to an optimizer; `evaluated` returns the averages.
 
         average <- decay * average + (1 - decay) * parameters        after every update
 
-    No bias correction is needed, because the average starts at the initial parameters. Frozen parameters and those of a
-    kind that `optimizer.live` lists (a table of which each step changes a few rows) are not averaged; evaluation
-    uses their current values.
+    The average starts at the initial parameters. Kinds in `optimizer.live` are not averaged.
 
     Args:
-      optimizer: the optimizer that trains.
-      decay: weight of the previous average in each update, from 0 to below 1.
+      decay: weight of the previous average, from 0 to below 1.
 
     Raises:
-      UserError: decay is out of range. The result's `init` raises it if the optimizer averages already.
+      UserError: decay is out of range; in `init`, the optimizer averages already.
     """
     schedules.check_ranges("averaged", decay=decay)
 
@@ -228,37 +211,26 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
 
 class SignState(NamedTuple):
-    """The state of the rule for tables.
-
-    Attributes:
-      count: [], int32, the steps done.
-    """
+    """The state of the rule for tables."""
 
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
 
 
 def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float = 1.0) -> Optimizer:
-    """Uses sign updates for the touched rows of trained parameters of kind "table", and `dense` for all others.
+    """Uses sign updates for the touched rows of trained parameters of kind "table", `dense` for others.
 
-    An embedding per puzzle may have a million rows, of which a step uses a few hundred. Moments would triple its
-    memory, and weight decay of every row at every step would erase rows that are rarely used. Therefore a row is
-    updated only if the model lists it as used (touched), and without moments:
+    A table may have a million rows, of which a step uses a few hundred. Moments would triple its memory, and weight
+    decay of every row would erase rows that are rarely used. So only rows that the model lists as used (touched) are
+    updated:
 
         E[i] <- E[i] * (1 - rate * decay) - rate * sign(sum of the gradients of row i)     for touched i
-
-    The gradient of the table already sums all uses of a row in a batch, on all chips, before the sign is taken. The
-    table may be sharded over its rows.
 
     The model must return `LossOutput.extras = {path of the table: rows that it used [N], int32}`.
 
     Args:
-      dense: optimizer of all other parameters. Its learning rate is the one that is reported.
+      dense: optimizer of all other parameters; its learning rate is reported.
       learning_rate: schedule of tables.
-      weight_decay: weight decay of touched rows, at least 0; multiplied by the learning rate of tables.
-
-    Raises:
-      UserError: the decay is out of range, or `dense` was made by `averaged`; when bound, no trained parameter is a
-        table; in a step, the model does not list the used rows.
+      weight_decay: of touched rows, at least 0; multiplied by the learning rate of tables.
     """
     schedules.check_ranges("with_table", weight_decay=weight_decay)
     if dense.averages is not None:

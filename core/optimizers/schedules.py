@@ -1,8 +1,6 @@
 """Learning rate schedules, and the ranges of hyperparameters.
 
-A schedule is a function of the number of steps done, which is 0 for the first update. A hyperparameter's name has the
-same meaning in all optimizers, so its range is defined once. Values out of range cause an error when the configuration
-is read, before they could cause a NaN loss.
+A schedule is a function of the number of steps done, which is 0 for the first update.
 """
 
 import math
@@ -31,15 +29,7 @@ Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning r
 
 
 def check_ranges(where: str, **values: float | None) -> None:
-    """Validates each value against the range of its name.
-
-    Args:
-      where: the constructor that takes the values, for the error.
-      **values: the values, each by a name that `_RANGES` lists; NaN is never allowed.
-
-    Raises:
-      UserError: a value is out of its range.
-    """
+    """Raises UserError, naming `where`, if a value is out of the range of its name."""
     for name, value in values.items():
         allowed, expected = _RANGES[name]
         if not allowed(value):
@@ -49,36 +39,33 @@ def check_ranges(where: str, **values: float | None) -> None:
 def constant(value: float) -> Schedule:
     """Returns a schedule with the same learning rate at all steps.
 
-    Raises UserError if it is negative or not finite.
+    Args:
+      value: the rate, at least 0 and finite.
     """
     check_ranges("constant", value=value)
     return lambda step: jnp.full((), value, jnp.float32) + 0 * step
 
 
 def warmup_linear(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.0) -> Schedule:
-    """Linear warm-up to `peak`, then linear decay to `peak * final_fraction` at the last step.
-
-    Raises UserError if a number is out of range.
+    """Linear warm-up to `peak`, then linear decay to `peak * final_fraction`.
 
     Args:
       peak: the highest rate, at least 0.
-      warmup_steps: steps of the warm-up, from 0 to total_steps - 1; the first has the rate `peak / warmup_steps`.
-      total_steps: number of steps, warm-up included; later steps have the final rate.
-      final_fraction: the rate at the last step, as a fraction of the peak, from 0 to 1.
+      warmup_steps: from 0 to total_steps - 1.
+      total_steps: number of steps, warm-up included.
+      final_fraction: the final rate as a fraction of the peak, from 0 to 1.
     """
     return _warmup_then(lambda progress: 1 - progress, peak, warmup_steps, total_steps, final_fraction)
 
 
 def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fraction: float = 0.1) -> Schedule:
-    """Linear warm-up to `peak`, then cosine decay to `peak * final_fraction` (Loshchilov & Hutter 2017, eq. 5).
-
-    Raises UserError if a number is out of range.
+    """Linear warm-up to `peak`, then cosine decay (Loshchilov & Hutter 2017, eq. 5).
 
     Args:
       peak: the highest rate, at least 0.
-      warmup_steps: steps of the warm-up, from 0 to total_steps - 1; the first has the rate `peak / warmup_steps`.
-      total_steps: number of steps, warm-up included; later steps have the final rate.
-      final_fraction: the rate at the last step, as a fraction of the peak, from 0 to 1.
+      warmup_steps: from 0 to total_steps - 1.
+      total_steps: number of steps, warm-up included.
+      final_fraction: the final rate as a fraction of the peak, from 0 to 1.
     """
     return _warmup_then(_half_cosine, peak, warmup_steps, total_steps, final_fraction)
 
@@ -86,12 +73,11 @@ def warmup_cosine(*, peak: float, warmup_steps: int, total_steps: int, final_fra
 def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: float = 1.0) -> Schedule:
     """Linear warm-up to `peak`, then constant or, with a floor below 1, cosine decay to `peak * floor`.
 
-    As in the Tiny Recursive Model's reference, the cosine starts at the last step of the warm-up, one step earlier than
-    in `warmup_cosine`, and the run may end during the warm-up. Raises UserError if a number is out of range.
+    As in the Tiny Recursive Model's reference, the cosine starts one step earlier than in `warmup_cosine`.
 
     Args:
       peak: the highest rate, at least 0.
-      warmup_steps: steps of the warm-up, from 0; the first has the rate `peak / warmup_steps`.
+      warmup_steps: at least 0; may exceed `total_steps`.
       total_steps: the step at which the cosine ends.
       floor: the final rate as a fraction of the peak, from 0 to 1.
     """
@@ -110,15 +96,11 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
 
 
 def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Applies one schedule after the other, for the phases of a run (`optax.join_schedules`).
+    """Applies one schedule after the other (`optax.join_schedules`).
 
     Args:
       schedules: each is a function of the steps since its boundary; the first, of all steps.
-      boundaries: for each schedule but the first, the number of steps of the run that are done when it begins.
-
-    Raises:
-      UserError: the number of boundaries is not the number of schedules minus one, or the boundaries are not positive
-        and ascending.
+      boundaries: for each schedule but the first, the step at which it begins; ascending, above 0.
     """
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted({step for step in boundaries if step > 0}):
         raise UserError(

@@ -1,9 +1,8 @@
 """Finds out whether a transformation of optax treats a layer of a stack as a parameter of its own.
 
-A stack holds the norms of its layers in one array [layers, width], which a mask `p.ndim > 1`, a function of labels or
-`optax.contrib.muon` mistakes for a matrix. Masks leave no trace in the state, so the computations are compared: an
-update is traced once with stacked parameters and once with a single layer of each. A value is represented by a hash of
-the operations that compute it, which does not depend on shapes, and by the parameters on which it depends.
+A stack holds the norms of its layers in one array [layers, width], which a mask `p.ndim > 1` or `optax.contrib.muon`
+mistakes for a matrix. So an update is traced once with stacked parameters and once with a single layer of each. A value
+is represented by a hash of the operations that compute it, and by the parameters on which it depends.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Treatment(NamedTuple):
     """How a transformation treats stacked parameters.
 
     Attributes:
-      otherwise: paths of stacked parameters whose update differs from that of the same layers unstacked.
-      combines: whether an update of a parameter depends on other parameters, as after clipping by the global norm.
+      otherwise: paths of stacked parameters whose update differs from that of single layers.
+      combines: whether an update depends on other parameters, as after clipping by the global norm.
     """
 
     otherwise: tuple[str, ...]
@@ -48,14 +47,7 @@ class _Value(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """A traced update.
-
-    Attributes:
-      updates: the update of each parameter, by path.
-      state: shape of each array of the state, by path.
-      owners: the parameter that each array of the state belongs to, by path; "" if it belongs to none.
-      shared: the arrays of the state after the update that belong to no parameter.
-    """
+    """A traced update, by path; `owners` has "" for arrays of no parameter."""
 
     updates: Mapping[str, _Value]
     state: Mapping[str, tuple[int, ...]]
@@ -64,10 +56,9 @@ class _Update(NamedTuple):
 
 
 def by_layer_where_needed(rule: optax.GradientTransformation, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """Returns `rule`, applied to each layer separately if it would otherwise treat a stack unlike its layers.
+    """Returns `rule`, applied to each layer if it would otherwise treat a stack unlike its layers.
 
-    Its `init` raises UserError if that cannot be done because the rule combines parameters, and for
-    `optax.contrib.muon` if the parameters with two dimensions are not the matrices.
+    Its `init` raises UserError if that is not possible.
     """
     plain, separate = optax.with_extra_args_support(rule), parameters.by_layer(rule, specs)
     chosen: dict[Any, optax.GradientTransformationExtraArgs] = {}
@@ -107,10 +98,6 @@ def _needs_layers(rule: optax.GradientTransformation, specs: Specs, shapes: Para
 
 
 def _check_muon(state: Any, specs: Specs, single: Params) -> None:
-    """Raises UserError if `optax.contrib.muon` would use Muon for parameters of other kinds, or Adam for a matrix.
-
-    It takes every array of two dimensions for a matrix. Other transformations pass.
-    """
     states = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.contrib.MuonState))
     chosen = [name for s in states if isinstance(s, optax.contrib.MuonState) for name in parameters.names(s.mu)]
     if not chosen:
@@ -132,7 +119,6 @@ def _check_muon(state: Any, specs: Specs, single: Params) -> None:
 
 
 def _single(params: Params, specs: Specs) -> Params:
-    """Returns the shapes of the parameters without their stacked dimensions, as if each had a single layer."""
     spec_at = parameters.lookup(specs)
 
     def layer(path: Sequence[Any], p: Any) -> jax.ShapeDtypeStruct:
@@ -142,13 +128,7 @@ def _single(params: Params, specs: Specs) -> Params:
 
 
 def treatment(rule: optax.GradientTransformation, specs: Specs, shapes: Params) -> Treatment:
-    """Returns how a transformation treats stacked parameters, by tracing an update of them and one of single layers.
-
-    Args:
-      rule: the transformation.
-      specs: specs of the parameters.
-      shapes: shapes of the parameters.
-    """
+    """Returns how a transformation treats stacked parameters."""
     spec_at = parameters.lookup(specs)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     stacks = {parameters.path_name(path): p.shape[: spec_at(path).stacked] for path, p in leaves}
@@ -168,8 +148,6 @@ def treatment(rule: optax.GradientTransformation, specs: Specs, shapes: Params) 
 
 
 def _fits(stacked: _Update, single: _Update, name: str, stack: tuple[int, ...]) -> bool:
-    """Returns whether the state of a stacked parameter is that of one layer with dimensions for the layers."""
-
     def shapes(update: _Update) -> dict[str, tuple[int, ...]]:
         return {path: shape for path, shape in update.state.items() if update.owners[path] == name}
 
@@ -181,7 +159,6 @@ def _fits(stacked: _Update, single: _Update, name: str, stack: tuple[int, ...]) 
 
 
 def _update(rule: optax.GradientTransformation, params: Params) -> _Update:
-    """Traces an update of parameters with these shapes."""
     rule = optax.with_extra_args_support(rule)
     state, value = jax.eval_shape(rule.init, params), jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -206,7 +183,6 @@ def _update(rule: optax.GradientTransformation, params: Params) -> _Update:
 
 
 def _owner(params: set[Sequence[Any]], path: Sequence[Any]) -> str:
-    """Returns the parameter whose path occurs in a path of the state, the last if there are several; "" if none."""
     ends = ((start, end) for end in range(len(path), 0, -1) for start in range(end))
     return next((parameters.path_name(path[start:end]) for start, end in ends if path[start:end] in params), "")
 
@@ -225,7 +201,6 @@ def _constant(value: Any) -> _Value:
 
 
 def _run(jaxpr: Jaxpr, constants: Sequence[_Value], inputs: Sequence[_Value]) -> list[_Value]:
-    """Evaluates a program with values that stand for arrays."""
     found = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
 
     def read(atom: Any) -> _Value:
@@ -238,7 +213,7 @@ def _run(jaxpr: Jaxpr, constants: Sequence[_Value], inputs: Sequence[_Value]) ->
 
 
 def _results(equation: JaxprEqn, given: Sequence[_Value]) -> list[_Value]:
-    """Returns the results of one equation; functions that it calls are evaluated, a loop as if it ran once."""
+    """Returns the results of one equation; a loop counts as if it ran once."""
     name = equation.primitive.name
     if name in _LAYOUTS and given:
         return [given[0]]

@@ -1,11 +1,4 @@
-"""Counts compilations, keeps compiled programs for the next start, and detects a step that compiles again.
-
-JAX's persistent cache is written by host 0 and read by all hosts, on a disk or in a bucket. Entries are keyed by the
-program, the compiler's version and options, and the kind of chip, so an outdated entry is never used.
-
-Recompiling a large model takes minutes on every host. The usual cause is one array with another shape, dtype, weak type
-or sharding. Compilations on this thread are counted, which is free; inputs are compared only if the count changed.
-"""
+"""Counts compilations, caches compiled programs, and detects a step that compiles again."""
 
 import functools
 import inspect
@@ -69,23 +62,19 @@ def totals() -> Totals:
 
 
 def cached_programs(folder: str) -> int:
-    """Returns the number of compiled programs in a cache folder; 0 if it does not exist."""
+    """Returns the number of compiled programs in a cache folder."""
     place = paths.resolve(folder)
     return sum(name.endswith("-cache") for name in paths.sizes(place)) if place.exists() else 0
 
 
 @functools.cache
 def found_at_start(folder: str) -> int:
-    """Returns how many compiled programs a cache folder had at this function's first call, which `use_cache` makes."""
+    """Returns how many compiled programs a folder had when this was first called for it."""
     return cached_programs(folder)
 
 
 def use_cache(folder: str) -> None:
-    """Caches compiled programs in `folder` (local or gs://) from now on.
-
-    Raises:
-      UserError: `folder` is not a valid path.
-    """
+    """Caches compiled programs in `folder` (local or gs://) from now on."""
     global _is_cached
     _is_cached = True
     found_at_start(folder)
@@ -96,10 +85,9 @@ def use_cache(folder: str) -> None:
 
 
 def use_cache_of_user() -> None:
-    """Caches compiled programs in `$XDG_CACHE_HOME/renga/programs`, and removes the least recently used above 1 GiB.
+    """Caches compiled programs in the user's cache folder, up to 1 GiB.
 
-    A folder that JAX_COMPILATION_CACHE_DIR or `use_cache` has named stays in use. If the folder cannot be written,
-    nothing is cached.
+    A folder that JAX_COMPILATION_CACHE_DIR or `use_cache` has named stays in use.
     """
     if _is_cached or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
@@ -116,24 +104,18 @@ def use_cache_of_user() -> None:
 
 
 class RecompilationError(RuntimeError):
-    """A step compiled again after its first call."""
+    """A step compiled again after its first call, or would have to."""
 
 
 class OnceCompiled:
     """A jitted function that raises RecompilationError if it compiles again after its first call."""
 
     def __init__(self, function: Callable[..., Any], *, named_by: Callable[..., Any] | None = None):
-        """Wraps `function`, whose arguments may be donated.
-
-        Args:
-          function: jitted, or compiled from a jitted function.
-          named_by: the function whose parameters name the inputs in errors; None: `function`.
-        """
+        """`named_by` is the function whose parameters name the inputs in errors; None: `function`."""
         self._function, self._named_by = function, named_by or function
         self._expected: Mapping[str, str] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function. Raises RecompilationError if it compiled, or would have to compile, again."""
         if self._expected is None:
             self._expected = self._describe(args, kwargs)
             return self._function(*args, **kwargs)
@@ -152,7 +134,6 @@ class OnceCompiled:
         return output
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-        """Returns, by name of each input leaf, what compilation depends on; donated arrays still have this."""
         named = _bind(self._named_by, args, kwargs)
         leaves, _ = jax.tree_util.tree_flatten_with_path(named)
         return {path[0].key + jax.tree_util.keystr(path[1:]): _kind(leaf) for path, leaf in leaves}
@@ -164,7 +145,6 @@ class OnceCompiled:
 
 
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments by parameter name, or by position if the signature is unknown or does not fit."""
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):

@@ -1,8 +1,4 @@
-"""One pass of evaluation over batches, which can also yield the model's answers, and the hook that evaluates in a run.
-
-The answers of one batch are read while the devices compute the next, and none are kept, because there may be hundreds
-of thousands (one for each variant of an ARC puzzle).
-"""
+"""One pass of evaluation over batches, which can also yield the model's answers, and its hook."""
 
 import collections
 import itertools
@@ -30,12 +26,11 @@ class FirstBatches:
     """The first batches of an evaluation.
 
     Attributes:
-      share: share of the data that was read: 1.0 if no batch remains, otherwise at most 0.99. None until iteration has
-        ended, or if batches remain and the data does not tell its size.
+      share: share of the data that was read; 1.0 if no batch remains; None if it is not known (yet).
     """
 
     def __init__(self, batches: HostBatches, most: int | None):
-        """Takes batches, and how many of them to read; None: all."""
+        """`most` is how many batches to read; None: all."""
         self._batches, self._most = batches, most
         self.share: float | None = None
 
@@ -47,13 +42,13 @@ class FirstBatches:
 
 
 class Scored(NamedTuple):
-    """How much an evaluation scored: the weight of its loss (for text, the tokens), and the share of the data."""
+    """How much an evaluation scored: the weight of its loss, and the share of the data."""
 
     weight: float
     share: float | None  # of the validation data; 1.0 is all; None if it is not known
 
     def describe(self, item: str) -> str:
-        """Returns, for example, `301 tokens, all of the validation data`; `item` is what weighs 1, such as "token"."""
+        """Returns, for example, `301 tokens, all of the validation data`."""
         if self.share is None:
             part = "a part"
         elif self.share == 1:
@@ -73,23 +68,19 @@ class Program(Protocol):
         """Returns the loss and metric sums of one batch."""
 
     def answer_step(self, state: TrainState, batch: Batch) -> tuple[Mapping[str, WeightedSum], Mapping[str, Any]]:
-        """Returns the sums of `eval_step`, and the model's answers to every row, `{name: [B, ...]}`."""
+        """Returns the sums of `eval_step`, and the answers to every row, `{name: [B, ...]}`."""
 
 
 class EvaluationPass:
-    """Evaluates a state once.
-
-    Attributes:
-      sums: sums of loss and metrics over the batches whose answers have been returned.
-    """
+    """Evaluates a state once; `sums` are those of loss and metrics so far."""
 
     def __init__(self, program: Program, state: TrainState, batches: HostBatches, *, answering: bool = False):
-        """Takes what to evaluate; unless `answering`, `answers` yields empty mappings."""
+        """Unless `answering`, `answers` yields empty mappings."""
         self._program, self._state, self._batches, self._answering = program, state, batches, answering
         self.sums: dict[str, WeightedSum] = {}
 
     def answers(self) -> Iterator[Mapping[str, np.ndarray]]:
-        """Runs the pass; yields the answers to each batch after the next batch was dispatched."""
+        """Runs the pass; yields the answers to each batch."""
         dispatched, of = None, f" of {len(self._batches)}" if isinstance(self._batches, Sized) else ""
         for number, batch in enumerate(self._batches, 1):
             activity.at(activity.EVALUATING, part=f"batch {number}{of}")
@@ -112,9 +103,9 @@ class EvaluationPass:
 
 
 def evaluate(program: Program, state: TrainState, batches: HostBatches) -> dict[str, float]:
-    """Returns the means of the model's metrics over all batches; every host must have the same number of batches.
+    """Returns the means of the model's metrics over all batches, without those of weight 0.
 
-    Metrics whose total weight is 0 are left out.
+    All hosts must call it with the same number of batches.
     """
     return trainer.means(_sums(program, state, batches))
 
@@ -129,9 +120,8 @@ class Evaluate(Hook):
     """Evaluates every `every` steps and after the last step, on the same batches each time.
 
     Attributes:
-      latest: the means of the last evaluation, with the values of `also`, by `validation/<name>`; empty before it.
-      scored: how much it scored; None before the first.
-      step: the step that was evaluated last; None before the first.
+      latest: means of the last evaluation, by `validation/<name>`.
+      scored, step: how much it scored, and its step; None before the first.
     """
 
     def __init__(
@@ -144,9 +134,12 @@ class Evaluate(Hook):
         last_step: int,
         also: Callable[[TrainState], Mapping[str, float]] = lambda state: {},
     ):
-        """Takes `open_batches()`, which is called once, and `write(step, values)`, which gets `latest`.
+        """Opens no batches yet.
 
-        `also(state)` returns further values by name; `last_step` is the last step of the run.
+        Args:
+          open_batches: opens the batches; called once.
+          write: `write(step, values)` receives `latest`.
+          also: returns further values by name.
         """
         self._program, self._open_batches, self._write = program, open_batches, write
         self._every, self._last_step, self._also = every, last_step, also
@@ -157,11 +150,9 @@ class Evaluate(Hook):
         self.step: int | None = None
 
     def needs_state(self, step: int) -> bool:
-        """Returns True at multiples of `every` and at the last step."""
         return step % self._every == 0 or step == self._last_step
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Evaluates the model and writes the metrics of the evaluation."""
         with activity.enter(activity.EVALUATING):
             if self._batches is None:  # opening the streams takes seconds
                 opened = self._open_batches()
@@ -175,11 +166,9 @@ class Evaluate(Hook):
 
 
 def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Separates the means of single recursion steps from the others.
+    """Separates means by step of a recursion from the others.
 
-    Returns:
-      The other means, by name; and lists of means by recursion step: `exact_accuracy` has the values of
-      `exact_accuracy_step_01`, `exact_accuracy_step_02`, ….
+    For example, `exact_accuracy_step_01`, … become a list `exact_accuracy`.
     """
     plain = {name: value for name, value in means.items() if not _BY_STEP.search(name)}
     curves: dict[str, list[float]] = {}

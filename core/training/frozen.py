@@ -17,11 +17,7 @@ class HasSpecs(Protocol):
 
 
 class HasBase(Protocol):
-    """Interface of a task whose batches were computed with the frozen parameters of a model.
-
-    Attributes:
-      base_checksum: what `checksum` returned for these parameters.
-    """
+    """Interface of a task whose batches were computed with the frozen parameters of a model."""
 
     base_checksum: int
 
@@ -30,13 +26,9 @@ class HasBase(Protocol):
 
 
 def checksum(program: HasSpecs, params: Params) -> int | None:
-    """Returns the sum of the fingerprints of the frozen parameters modulo 2^32, except those of kind "constant".
+    """Returns the checksum of frozen parameters that are not of kind "constant"; None if there are none.
 
-    Returns None if no other parameter is frozen. All hosts must call it.
-
-    Args:
-      program: the program, whose `param_specs` say which parameters are frozen.
-      params: as the run stores them.
+    All hosts must call it.
     """
     specs = reading.by_name(program.param_specs)
     leaves = {
@@ -48,14 +40,9 @@ def checksum(program: HasSpecs, params: Params) -> int | None:
 
 
 def require_base(task: Task, found: int | None) -> None:
-    """Checks that the cached hidden states of a task were computed with these frozen parameters.
+    """Raises UserError if a task's cached hidden states were computed with other frozen parameters.
 
-    Args:
-      task: task of the run or of an evaluation; a task without cached hidden states is not checked.
-      found: what `checksum` returns for the frozen parameters.
-
-    Raises:
-      UserError: they were computed with other parameters.
+    `found` is the `checksum` of the frozen parameters.
     """
     if can(task, HasBase) and found != task.base_checksum:
         ours = "none" if found is None else f"{found:08x}"

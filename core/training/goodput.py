@@ -1,16 +1,10 @@
-"""Measures where the time of a run goes: its goodput over all starts, and the slowest host.
+"""Measures the goodput of a run over all its starts, and finds the slowest host.
 
-Goodput is the fraction of the time since a run first started that was spent in useful steps. It is measured over all
-starts (sessions) of a run. `RUN/sessions.jsonl` has one line per start, which host 0 updates every 10 s (in a bucket,
-every 30 s) while it trains. The other time is: down time, start-up, compiling, waiting for data, evaluating, saving,
-and steps that were repeated, by a later start or after a rollback.
+Goodput is the fraction of the time since a run first started that was spent in useful steps. `RUN/sessions.jsonl` has
+one line per start (session). The time between a start that reached its last step and the next start is not counted.
 
-The time between a start that reached its last step and the next start is not counted at all.
-
-Hosts that train together have the same step time, because each waits for the slowest in the collectives. They differ in
-the time during which their devices are idle: the host's own work and its wait for data. Every host posts its latest
-measurements without waiting for others. Host 0 compares the latest log line that all hosts have posted, usually the
-previous one.
+Hosts that train together have about the same step time, because each waits for the slowest. They differ in their own
+work and their wait for data.
 """
 
 import dataclasses
@@ -46,12 +40,10 @@ class Session:
     """One start of a run.
 
     Attributes:
-      started: seconds since 1970.
-      seen: when this line was last updated, in seconds since 1970.
+      started, seen: start, and last update of this line, in seconds since 1970.
       first_step: the step after which it began, or an earlier one to which it rolled back.
       last_step: its last step that was not repeated later.
-      useful_seconds: time in steps that were not repeated, without the first (which compiles) and without waiting for
-        data.
+      useful_seconds: time in its steps, without the first (which compiles), repeated ones, and waiting for data.
       lost_steps: number of its steps that were repeated later.
       finished: whether it reached the last step of the run.
     """
@@ -65,7 +57,7 @@ class Session:
     finished: bool = False
 
     def lose(self, *, after: int) -> None:
-        """Counts its steps after step `after` as lost, and subtracts their time, at the mean time per step."""
+        """Counts its steps after step `after` as lost, and subtracts their mean time."""
         lost = self.last_step - max(self.first_step, after)
         if lost > 0:
             self.useful_seconds *= 1 - lost / (self.last_step - self.first_step)
@@ -78,20 +70,19 @@ _REQUIRED = {f.name: _KINDS[f.name] for f in dataclasses.fields(Session) if f.de
 
 
 def share(sessions: Sequence[Session]) -> float:
-    """Returns the goodput of at least one session: useful seconds divided by all seconds, 0 to 1."""
+    """Returns the goodput, 0 to 1, of at least one session."""
     seconds = sessions[0].seen - sessions[0].started + sum(itertools.starmap(_added, itertools.pairwise(sessions)))
     return sum(s.useful_seconds for s in sessions) / seconds if seconds > 0 else 0.0
 
 
 def _added(earlier: Session, later: Session) -> float:
-    """Returns the seconds that a start adds to the time since the run first started; idle time is left out."""
     set_back = later.seen < earlier.seen  # the machine's clock was set to an earlier time between them
     idle = earlier.finished and later.started > earlier.seen
     return later.seen - (later.started if set_back or idle else earlier.seen)
 
 
 def read(run_dir: str) -> list[Session]:
-    """Reads the sessions of a run, in order; malformed lines are skipped. Returns [] if there is no file."""
+    """Reads the sessions of a run, in order; malformed lines are skipped."""
     file = paths.resolve(run_dir) / FILE
     sessions = []
     for line in file.read_bytes().splitlines() if file.exists() else ():
@@ -113,7 +104,7 @@ def sentence(sessions: Sequence[Session]) -> str:
 
 
 class Goodput(Hook):
-    """A hook for host 0 that measures the goodput, and updates the line of this start in RUN/sessions.jsonl."""
+    """A hook for host 0 that measures the goodput, and updates RUN/sessions.jsonl."""
 
     def __init__(
         self,
@@ -126,16 +117,14 @@ class Goodput(Hook):
         say: Callable[[str], None],
         started: float | None = None,
     ):
-        """Reads the sessions of earlier starts, if any, and reports their goodput.
+        """Reads the sessions of earlier starts.
 
         Args:
-          run_dir: local or gs://.
           first_step: step of the restored checkpoint; 0 for none.
-          last_step: the step at which the run ends.
           every: `write` is called at the steps that are multiples of this.
           write: receives the step and `{"goodput": share}`.
-          say: receives a sentence, at the end and at every start after the first.
-          started: when this start began, on the clock of `time.monotonic`; None: when the process began.
+          say: receives a sentence about the goodput.
+          started: when this start began, by `time.monotonic`; None: when the process began.
         """
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
@@ -156,7 +145,6 @@ class Goodput(Hook):
         self._keep()
 
     def after_step(self, report: StepReport) -> None:
-        """Counts the step."""
         self._own.lose(after=report.step - 1)  # after a rollback
         self._own.first_step = min(self._own.first_step, report.step - 1)
         self._own.last_step = report.step
@@ -170,7 +158,6 @@ class Goodput(Hook):
             self._keep()
 
     def close(self) -> None:
-        """Updates the line a last time."""
         self._own.finished = self._own.last_step >= self._last_step
         self._own.seen = self._since_1970 + time.monotonic()
         self._keep()
@@ -184,7 +171,7 @@ class Goodput(Hook):
 
 
 def process_started() -> float:
-    """Returns the time at which this process started, in seconds since 1970."""
+    """Returns when this process started, in seconds since 1970."""
     return time.time() - process_seconds()
 
 
@@ -195,14 +182,14 @@ def process_seconds() -> float:
 
 
 def own_ticks() -> int:
-    """Returns the time at which this process started, in clock ticks since boot."""
+    """Returns when this process started, in clock ticks since boot."""
     ticks = start_ticks(os.getpid())
     assert ticks is not None, "this process runs"
     return ticks
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns the time at which a process started, in clock ticks since boot; None if it does not run."""
+    """Returns when a process started, in clock ticks since boot; None if it does not run."""
     try:
         state, *fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -211,11 +198,10 @@ def start_ticks(pid: int) -> int | None:
 
 
 class Slowest(NamedTuple):
-    """The slowest host: that with the most own time per step (its work, and waiting for data).
+    """The host with the most own time per step: its work, and waiting for data.
 
     Attributes:
-      host: its index.
-      seconds: its own time per step, minus that of the fastest host.
+      seconds: its own time, minus that of the fastest host.
     """
 
     host: int
@@ -223,10 +209,7 @@ class Slowest(NamedTuple):
 
 
 def hbm_gib() -> dict[str, float]:
-    """Returns the peak memory of each chip of this host in GiB, by names such as `chip_5`; empty if it is not known.
-
-    It is not known on CPUs.
-    """
+    """Returns the peak memory of each chip of this host in GiB, if it is known."""
     used = {f"chip_{d.id}": (d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()}
     return {name: count / GIB for name, count in used.items() if count is not None}
 
@@ -235,12 +218,10 @@ class HostMetrics:
     """The measurements of this host and, on host 0, of all hosts.
 
     Attributes:
-      slowest: on host 0, the slowest host of the last comparison; None if it is slower than the fastest by at most
-        WORTH_NAMING of a step, before a comparison, and on other hosts.
+      slowest: on host 0, the slowest host if it costs the others more than WORTH_NAMING of a step; otherwise None.
     """
 
     def __init__(self, *, hbm: Callable[[], Mapping[str, float]] = hbm_gib):
-        """Takes a function that returns the peak memory of this host's chips, as `hbm_gib` does."""
         self._hbm = hbm
         self._written: dict[str, float] = {}  # memory that was reported already, because it rarely changes
         self._latest: dict[int, Mapping[str, float]] = {}  # this host's last lines, by step
@@ -249,21 +230,16 @@ class HostMetrics:
         self.slowest: Slowest | None = None
 
     def own(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Selects this host's measurements from the values of a log line, and adds the memory of its chips."""
+        """Selects this host's measurements from a log line, and adds its chips' memory."""
         memory = {f"hbm_gib/{chip}": gib for chip, gib in self._hbm().items()}
         return {name: values[name] for name in SENT if name in values} | memory
 
     def exchange(self, step: int, own: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-        """Posts this host's measurements of a log line (from `own`); on host 0, returns those of all hosts.
-
-        A step that is not after the last one means that all hosts have rolled back; lines from before and after a
-        rollback are not compared.
+        """Posts this host's measurements of a log line; on host 0, returns those of all hosts.
 
         Returns:
-          On host 0, the step of the latest line that all hosts have posted, and its values:
-          `hosts/step_seconds/host_2` and `hosts/own_seconds/host_2` (work and wait for data, without the devices), the
-          `…_spread` of each between hosts, `hosts/slowest`, and `hbm_gib/host_2/chip_5` if it has changed. On other
-          hosts, or if there is no new line: `step` and no values.
+          On host 0, the latest step that all hosts have posted, and its values, such as `hosts/step_seconds/host_2`;
+            without a new one, `step` and no values.
         """
         if self._latest and step <= max(self._latest):
             self._latest, self._compared, self._times_back = {}, -1, self._times_back + 1

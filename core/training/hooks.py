@@ -1,13 +1,10 @@
 """Hooks of the training loop: logs, checkpoints, preemption, and the policies for a loss that is not finite.
 
-Each hook does one thing and gets everything it needs through its constructor. More hooks are in `evaluation`,
-`goodput`, `profiling`, `replicas` and `run_lock`.
-
 For a non-finite loss or gradient norm there is one hook per policy. The metrics of a step are the same on all hosts, so
 all hosts decide alike without communication.
 
     Stop      ends the run before such a state can be saved
-    Skip      counts skipped updates (`core.step` skips them), and ends the run after too many in a row
+    Skip      ends the run after too many skipped updates in a row (`core.step` skips them)
     RollBack  makes the loop continue from the newest checkpoint, with the following data, a few times
 """
 
@@ -39,15 +36,13 @@ Say = Callable[[int, str, str], None]  # (step, name of the metric that becomes 
 
 
 class Compiled(Hook):
-    """Reports the process's compilations after the first step, and after later steps if there are more by then."""
+    """Reports the process's compilations after a step, if there are new ones."""
 
     def __init__(self, write: Callable[[int, compilation.Totals], None]):
-        """Takes `write(step, totals)`, which is called with the compilations of the process so far."""
         self._write = write
         self._reported: compilation.Totals | None = None
 
     def after_step(self, report: StepReport) -> None:
-        """Reports if there is something new."""
         if (totals := compilation.totals()) != self._reported:
             self._write(report.step, totals)
             self._reported = totals
@@ -56,16 +51,12 @@ class Compiled(Hook):
 class Log(Hook):
     """Writes the metrics of the first step of this start, of every `every`-th step and of the last one.
 
-    Loss, learning rate and gradient norm are those of the step. Rates and the model's own metrics are means over all
-    steps since the last line; a metric whose weight is 0 in these steps is left out.
+    Loss, learning rate and gradient norm are those of the step; rates and the model's own metrics are means since the
+    last line.
     """
 
     def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
-        """Takes `write(step, values)`: values are metrics, tokens_per_second, and step_seconds with its parts.
-
-        A step has `items_per_step` tokens. `last_step` is the last step of the run; None: unknown, so it is
-        written only if it is a multiple of `every`.
-        """
+        """`items_per_step` is the number of tokens; `last_step` is None if it is not known."""
         self._write = write
         self._every = every
         self._items_per_step = items_per_step
@@ -77,7 +68,6 @@ class Log(Hook):
         self._started = False
 
     def after_step(self, report: StepReport) -> None:
-        """Writes if the step is due."""
         self._seconds.append(report.seconds)
         self._waits.append(report.input_wait_seconds)
         self._on_devices.append(report.device_seconds)
@@ -105,20 +95,18 @@ def _mean(values: Sequence[float]) -> float:
 class Meet(Hook):
     """Waits for all hosts before they evaluate or save together; must precede the hooks that do.
 
-    If a host does not come, an error names it and what the others wait for; without this hook, a collective would hang.
+    If a host does not come, an error names it; a collective would hang.
     """
 
     def __init__(self, purposes: Mapping[str, Hook], *, timeout_seconds: float):
-        """Takes the hooks that need all hosts, by what they do, such as `evaluation`; and how long to wait."""
+        """`purposes`: the hooks that need all hosts, by names such as `evaluation`."""
         self._purposes, self._timeout_seconds = purposes, timeout_seconds
         self._meetings = 0  # numbered, because a step may be repeated after a rollback
 
     def needs_state(self, step: int) -> bool:
-        """Returns True if one of the given hooks needs the state."""
         return any(hook.needs_state(step) for hook in self._purposes.values())
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Waits for all hosts. Raises TimeoutError if some do not come in time."""
         del state
         self._meetings += 1
         why = " and ".join(name for name, hook in self._purposes.items() if hook.needs_state(step))
@@ -129,36 +117,34 @@ class Meet(Hook):
 
 
 class Checkpoints(Protocol):
-    """Interface of what `Save` and `SaveParams` write to; `core.checkpoints.store.Checkpoints` implements it.
+    """Interface of what `Save` and `SaveParams` write to.
 
     All hosts call the methods in the same order, except `check` and `costs`.
     """
 
     def check(self) -> None:
-        """Raises RuntimeError if the current save is known to have failed on any host. Does not wait."""
+        """Raises RuntimeError if the current save is known to have failed. Does not wait."""
 
     def wait(self) -> None:
-        """Waits until the last save, if there is one, is complete. Raises RuntimeError if it fails."""
+        """Waits until the last save is complete; raises RuntimeError if it fails."""
 
     def save(self, step: int, *, state: TrainState, data: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
         """Starts an asynchronous save.
 
         Args:
-          step: the number of steps done.
-          state: the state after them.
-          data: positions of the data streams whose first row this host owns, by name.
-          meta: metadata of the run, as values that JSON can hold.
+          data: positions of the data streams that this host owns, by name.
+          meta: values that JSON can hold.
         """
 
     def save_params(self, step: int, params: Params, meta: Mapping[str, Any]) -> None:
         """Starts an asynchronous save of parameters alone."""
 
     def costs(self) -> Sequence[Cost]:
-        """Returns the costs of the saves that were completed since the last call."""
+        """Returns the costs of saves completed since the last call."""
 
 
 class Costs(Protocol):
-    """Interface of a record of what saves cost; `core.checkpoints.writing.SaveCosts` implements it."""
+    """Interface of a record of what saves cost."""
 
     def add(self, cost: Cost) -> None:
         """Records a completed save."""
@@ -168,7 +154,7 @@ class Costs(Protocol):
 
 
 class Save(Hook):
-    """Saves the state, the position in the data and the run's metadata at the steps that are due."""
+    """Saves state, position in the data and metadata at the steps that are due."""
 
     def __init__(
         self,
@@ -182,11 +168,14 @@ class Save(Hook):
         say: Callable[[str], None] = lambda text: None,
         evaluated: Callable[[int], Mapping[str, Any]] = lambda step: {},
     ):
-        """Takes a run's `Checkpoints`, the prefetcher's `position`, the metadata to store, and when a save is due.
+        """Takes what to save, where and when.
 
-        `costs.add(cost)` is called for each completed save, `costs.end()` after the last. `check()` is called before a
-        save starts, and raises an error if nothing may be written. `say(text)` reports a save after an error.
-        `evaluated(step)` returns further metadata of a step, such as its validation metrics.
+        Args:
+          due: returns whether to save at a step.
+          costs: records completed saves.
+          check: raises an error if nothing may be written.
+          say: receives a sentence about a save after an error.
+          evaluated: returns further metadata of a step.
         """
         self._checkpoints = checkpoints
         self._position = position
@@ -199,14 +188,12 @@ class Save(Hook):
         self._step_seconds = 0.0
 
     def before_step(self, step: int) -> None:
-        """Raises RuntimeError if the current save is known to have failed on any host."""
         if self._saved_step is None:
             self._saved_step = step - 1  # where the run starts
         self._checkpoints.check()
         self._tell()
 
     def needs_state(self, step: int) -> bool:
-        """Returns True if a save is due."""
         return self._due(step)
 
     def at_boundary(self, step: int, state: TrainState) -> None:
@@ -219,21 +206,13 @@ class Save(Hook):
         self._saved_step = step
 
     def after_step(self, report: StepReport) -> None:
-        """Notes how long a step takes."""
         self._step_seconds = report.seconds
 
     def on_error(self, error: Exception, last: trainer.LastStep) -> None:
-        """Saves the last step, if its state is intact, finite and not yet saved, and all hosts ended at this step.
+        """Saves the last step, if its state is intact, finite and not yet saved, and all hosts ended at it.
 
-        Nothing is saved after an error with the attribute `ends_without_save` (the state was saved, is not finite, or
-        cannot be written), or after one that the loss of another host can cause. A step whose update was skipped for a
-        non-finite loss left the state finite.
-
-        A save needs all hosts, and hosts that still wait in a collective cannot be interrupted. So each host that
-        raised waits some seconds for the others, in a barrier that either all pass or none.
-
-        Raises:
-          RuntimeError: the state is not finite, a host is missing, or the save failed.
+        Nothing is saved after an error with the attribute `ends_without_save`, or one that the loss of another host can
+        cause. Each host waits some seconds for the others.
         """
         if getattr(error, "ends_without_save", False) or last.state is None or last.step == self._saved_step:
             return
@@ -263,7 +242,6 @@ class Save(Hook):
             raise RuntimeError(f"no checkpoint of step {step} was saved, which needs all hosts: {missing}") from None
 
     def close(self) -> None:
-        """Waits for the last save, and reports what the saves cost. Raises RuntimeError if the save fails."""
         with activity.enter(activity.SAVING):
             self._checkpoints.wait()
         self._tell()
@@ -277,7 +255,7 @@ class Save(Hook):
 
 
 class SaveParams(Hook):
-    """Saves the parameters alone at the steps that are due; `Save` reports what the saves cost and their errors."""
+    """Saves the parameters alone at the steps that are due."""
 
     def __init__(
         self,
@@ -288,16 +266,14 @@ class SaveParams(Hook):
         due: Callable[[int], bool],
         check: Callable[[], None] = lambda: None,
     ):
-        """Takes `evaluated(state)`, which returns the parameters to save; the other arguments are as in `Save`."""
+        """`evaluated(state)` returns the parameters to save; other arguments are as in `Save`."""
         self._checkpoints, self._evaluated, self._meta = checkpoints, evaluated, meta
         self._due, self._check = due, check
 
     def needs_state(self, step: int) -> bool:
-        """Returns True if a save is due."""
         return self._due(step)
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Starts an asynchronous save; the arrays are copied off the devices when this returns."""
         with activity.enter(activity.SAVING):
             self._checkpoints.wait()
             self._check()
@@ -305,39 +281,32 @@ class SaveParams(Hook):
 
 
 class PreemptedError(RuntimeError):
-    """The run was preempted, or interrupted by Ctrl-C, and can be started again.
-
-    Attributes:
-      exit_code: that of the process.
-    """
+    """The run was preempted, or interrupted by Ctrl-C, and can be started again."""
 
     ends_without_save = True
 
     def __init__(self, what: str, *, interrupted: bool):
-        """Takes what was saved and how to continue, and whether the reason is Ctrl-C instead of SIGTERM."""
+        """`what` says what was saved and how to continue."""
         super().__init__(f"{'interrupted (Ctrl-C)' if interrupted else 'preempted (SIGTERM)'}: {what}")
         self.exit_code = exit_codes.INTERRUPTED if interrupted else exit_codes.PREEMPTED
 
 
 class StopWhenPreempted(Hook):
-    """Ends the run at a step that all hosts agree on after one was preempted or interrupted. Must follow `Save`."""
+    """Ends the run after a preemption, at a step that all hosts agree on. Must follow `Save`."""
 
     def __init__(self, preempted: Callable[[int], bool]):
-        """Takes `preempted(step)`, which is called once per step on every host and returns the same on all."""
+        """`preempted(step)` must return the same on all hosts."""
         self._preempted = preempted
         self._stopping = False
 
     def before_step(self, step: int) -> None:
-        """Checks for a preemption."""
         self._stopping = self._stopping or self._preempted(step)
 
     def needs_state(self, step: int) -> bool:
-        """Returns True if the run ends after this step, because of a preemption."""
         del step
         return self._stopping
 
     def at_boundary(self, step: int, state: TrainState) -> None:
-        """Raises PreemptedError; `Save`, which precedes, has saved the state."""
         del state
         raise PreemptedError(
             f"saved a checkpoint at step {step}; run the same command to resume",
@@ -346,26 +315,20 @@ class StopWhenPreempted(Hook):
 
 
 class NoteEnding(Hook):
-    """Tells `interrupt` when the last step of the run is done: a last evaluation and a save may follow."""
+    """Tells `interrupt` when the last step of the run is done."""
 
     def __init__(self, last_step: int):
-        """Takes the last step of the run."""
         self._last_step = last_step
 
     def after_step(self, report: StepReport) -> None:
-        """Notes the last step."""
         if report.step == self._last_step:
             interrupt.ending()
 
 
 class NoteStep(Hook):
-    """Writes `host 2 step 17` before each step, for the process that prefixes this host's log.
-
-    The file is memory-mapped, so that writing copies 64 bytes and needs no system call.
-    """
+    """Writes `host 2 step 17` before each step, for the process that prefixes this host's log."""
 
     def __init__(self, path: str, *, name: str, step: int):
-        """Creates the file for the host of this name, which starts after `step`."""
         file = pathlib.Path(path)
         file.write_bytes(bytes(_STEP_FILE_BYTES))
         with file.open("r+b") as opened:
@@ -374,42 +337,36 @@ class NoteStep(Hook):
         self.before_step(step)
 
     def before_step(self, step: int) -> None:
-        """Writes the number of the step into the file."""
         self._map[:] = f"{self._name} step {step}".encode()[:_STEP_FILE_BYTES].ljust(_STEP_FILE_BYTES, b"\0")
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient is NaN or infinite.
-
-    Attributes:
-      step: the number of the step.
-    """
+    """The loss or the gradient of a step is NaN or infinite."""
 
     exit_code = exit_codes.NON_FINITE
     ends_without_save = True
     says_all = True
 
     def __init__(self, step: int, said: str):
-        """Takes the step, and what is not finite and what to do, as a sentence."""
+        """`said` is a sentence about what is not finite and what to do."""
         super().__init__(f"step {step}: {said}")
         self.step = step
 
 
 def non_finite(values: Mapping[str, float]) -> str:
-    """Describes non-finite values, for example `loss = nan`; empty if loss and gradient norm are finite."""
+    """Describes a non-finite loss or gradient norm, for example `loss = nan`; "" if both are finite."""
     looked_at = {name: values[name] for name in ("loss", "gradient_norm") if name in values}
     return ", ".join(f"{name} = {value}" for name, value in looked_at.items() if not math.isfinite(value))
 
 
 class Stop(Hook):
-    """Ends the run at the first step with a non-finite loss or gradient norm, before the state can be saved."""
+    """Ends the run at the first step with a non-finite loss or gradient norm."""
 
     def __init__(self, *, newest: Callable[[], int | None] = lambda: None):
-        """Takes a function that returns the step of the newest checkpoint, or None."""
+        """`newest` returns the step of the newest checkpoint, or None."""
         self._newest = newest
 
     def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError if the loss or the gradient norm is not finite."""
         if bad := non_finite(report.metrics):
             step = self._newest()
             saved = "No checkpoint was saved before" if step is None else f"The checkpoint of step {step} precedes it"
@@ -425,12 +382,11 @@ class Skip(Hook):
     """Reports every skipped update, and ends the run after MOST_SKIPPED in a row."""
 
     def __init__(self, say: Say):
-        """Takes `say(step, metric, sentence)`, which is called for every skipped update."""
+        """`say(step, metric, sentence)` is called for every skipped update."""
         self._say = say
         self._in_a_row = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises NonFiniteLossError if this was the last of MOST_SKIPPED skipped updates in a row."""
         if not report.metrics[SKIPPED]:
             self._in_a_row = 0
             return
@@ -449,16 +405,12 @@ class RollBack(Hook):
     """Makes the loop continue from the newest checkpoint, at most MOST_ROLLED_BACK times without progress."""
 
     def __init__(self, say: Say):
-        """Takes `say(step, metric, sentence)`, which is called for every rollback."""
+        """`say(step, metric, sentence)` is called for every rollback."""
         self._say = say
         self._failed_at = 0
         self._in_vain = 0
 
     def after_step(self, report: StepReport) -> None:
-        """Raises RollBackError at a non-finite loss or gradient norm.
-
-        After MOST_ROLLED_BACK rollbacks without progress, it raises NonFiniteLossError instead, which ends the run.
-        """
         if not (bad := non_finite(report.metrics)):
             if report.step > self._failed_at:
                 self._in_vain = 0
@@ -484,9 +436,8 @@ def policy_hook(
 
     Args:
       name: one of POLICIES.
-      warn: called with a sentence for every skipped update and every rollback.
-      writers: record each of these as a metric, `skipped_updates` or `rolled_back`.
-      newest: returns the step of the newest checkpoint, or None; for the message with which "stop" ends the run.
+      warn: receives a sentence for every skipped update and every rollback.
+      newest: returns the step of the newest checkpoint, or None.
     """
 
     def say(step: int, metric: str, sentence: str) -> None:

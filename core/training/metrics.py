@@ -1,9 +1,7 @@
-"""Writes the metrics of a run as TensorBoard events, JSON lines and, optionally, to Weights & Biases; reads them back.
+"""Writes the metrics of a run as TensorBoard events and JSON lines, and to Weights & Biases; reads them back.
 
-Host 0 alone writes the metrics of the run; every host writes its own measurements to a separate file. Event files
-and JSON lines are appended to, which a bucket does not support: for a gs:// run directory they are written to a local
-folder, and whole files are copied at most every 30 s and at `close`. A crash may lose the latest metrics in the bucket.
-A disk that becomes full or a bucket that cannot be reached delays these writes and does not end the run.
+Files for a gs:// run directory are written to a local folder and copied now and then, because a bucket does not support
+appending.
 """
 
 import dataclasses
@@ -82,7 +80,7 @@ class Writer(Protocol):
 
 
 class Writers:
-    """Combines several writers; with none, it records nothing."""
+    """Combines several writers."""
 
     def __init__(self, writers: Sequence[Writer] = ()):
         self._writers = tuple(writers)
@@ -103,24 +101,17 @@ class Writers:
             writer.flush()
 
     def close(self) -> None:
-        """Closes every writer; a second call does nothing."""
+        """Closes every writer."""
         for writer in self._writers:
             writer.close()
 
 
 def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb_project: str = "") -> Writers:
-    """Opens TensorBoard, JSON lines and, if configured, Weights & Biases on host 0; nothing on the others.
+    """Opens TensorBoard, JSON lines and, if configured, Weights & Biases on host 0.
 
     Args:
-      run_dir: local or gs://.
-      is_host_zero: whether this host writes.
-      first_step: the last step of the checkpoint from which the run resumes; 0: it starts. Of steps that the run
-        repeats, TensorBoard hides the earlier records, JSON lines keeps both (`read` uses the later), and Weights &
-        Biases keeps only the earlier.
-      wandb_project: a project of Weights & Biases; empty: do not use it.
-
-    Raises:
-      UserError: a project is given, and the package of Weights & Biases is not installed.
+      first_step: step of the checkpoint from which the run resumes; 0: it starts.
+      wandb_project: a project of Weights & Biases; "": do not use it.
     """
     if not is_host_zero:
         return Writers()
@@ -135,7 +126,7 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
 
 
 def open_own_lines(run_dir: str, *, process_index: int) -> Writers:
-    """Opens a host's own JSON lines, for example RUN/metrics/host_2.jsonl, for measurements of that host."""
+    """Opens a host's own JSON lines, for example RUN/metrics/host_2.jsonl."""
     return Writers([JsonLines(paths.resolve(run_dir) / OWN_FOLDER / f"host_{process_index}.jsonl")])
 
 
@@ -143,7 +134,7 @@ class TensorBoard:
     """Writes TensorBoard's event files, without TensorFlow."""
 
     def __init__(self, directory: paths.Path, *, first_step: int = 0):
-        """Opens a new event file in `directory`; hides events of earlier files of steps after `first_step`."""
+        """Opens a new event file; hides earlier events of steps after `first_step`."""
         import tensorboardX  # imported here because it takes 0.3 s, which other hosts need not spend
         from tensorboardX import record_writer
 
@@ -173,12 +164,12 @@ class TensorBoard:
         self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
 
     def flush(self) -> None:
-        """Writes recorded values into the event file, and copies it to a bucket at most every 30 s."""
+        """Writes recorded values into the event file."""
         self._events.flush()
         self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 
     def close(self) -> None:
-        """Flushes and releases; a second call does nothing."""
+        """Flushes and releases."""
         if not self._closed:
             self._closed = True
             self._events.close()
@@ -186,7 +177,7 @@ class TensorBoard:
 
 
 class _EventFiles:
-    """Makes tensorboardX write through `Appender`: on a full disk its own thread would die and block training."""
+    """Makes tensorboardX write through `Appender`: on a full disk its own thread would die."""
 
     PREFIX = "appender"
 
@@ -200,10 +191,9 @@ class _EventFiles:
 
 
 class JsonLines:
-    """Writes one JSON object per line: `{"step": 3, "time_seconds": …, "loss": …}`; NaN and infinity become text."""
+    """Writes JSON lines: `{"step": 3, "time_seconds": …, "loss": …}`; NaN and infinity become text."""
 
     def __init__(self, path: paths.Path):
-        """Opens `path`, local or in a bucket, to append to it."""
         self._mirror = Mirror(path.parent, fetch=path.name)
         self._file = Appender(self._mirror.folder / path.name)
         self._closed = False
@@ -221,12 +211,12 @@ class JsonLines:
         self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
 
     def flush(self) -> None:
-        """Writes recorded values into the file, and copies it to a bucket at most every 30 s."""
+        """Writes recorded values into the file."""
         self._file.flush()
         self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
 
     def close(self) -> None:
-        """Flushes and releases; a second call does nothing."""
+        """Flushes and releases."""
         if not self._closed:
             self._closed = True
             self._file.close()
@@ -234,21 +224,20 @@ class JsonLines:
 
 
 def require_wandb(project: str) -> None:
-    """Raises UserError if a project is named and the package of Weights & Biases is not installed."""
+    """Raises UserError if a project is named without the package of Weights & Biases."""
     if project:
         extras.require("wandb", extra="wandb", what=f"settings.Logging.wandb_project = {project!r}")
 
 
 class WeightsAndBiases:
-    """Writes to Weights & Biases; a run directory is one run there, however often it is resumed.
+    """Writes to Weights & Biases; a run directory is one run there.
 
-    The library reads its own environment variables: WANDB_API_KEY for the login, and WANDB_MODE=offline to keep
-    everything in RUN/wandb until `wandb sync`. For a run directory in a bucket, its files are in a temporary folder
-    instead, which `close` removes.
+    The library reads WANDB_API_KEY for the login; WANDB_MODE=offline keeps everything in RUN/wandb until `wandb sync`.
+    For a run directory in a bucket, its files are in a temporary folder, which `close` removes.
     """
 
     def __init__(self, project: str, *, run_dir: str):
-        """Starts or resumes the run of this run directory. Raises UserError if the package is not installed."""
+        """Starts or resumes the run of this run directory."""
         require_wandb(project)
         import wandb
 
@@ -272,10 +261,10 @@ class WeightsAndBiases:
         self._run.config.update({tag: text}, allow_val_change=True)
 
     def flush(self) -> None:
-        """Does nothing: the library sends logged values from its own thread."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Sends the rest and releases; a second call does nothing."""
+        """Sends the rest and releases."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -291,16 +280,13 @@ class Mirror:
     """A local folder for files that are appended to, copied to the destination if that is a bucket.
 
     Attributes:
-      folder: where to write: the destination itself, or a temporary folder if files are copied.
+      folder: where to write.
     """
 
     def __init__(self, destination: paths.Path, *, fetch: str | None = None, copies: bool | None = None):
-        """Opens `destination`.
+        """Continues the file `fetch`, if it exists.
 
-        Args:
-          destination: local or gs://.
-          fetch: the name of a file to continue, if it exists.
-          copies: whether to write to a temporary folder and copy; None: only if the destination is in a bucket.
+        `copies`: whether to write to a temporary folder and copy; None: only for a bucket.
         """
         self._destination = destination
         self._bookkeeping = bookkeeping.Bookkeeping(os.fspath(destination))
@@ -317,9 +303,9 @@ class Mirror:
             (self.folder / fetch).write_bytes((destination / fetch).read_bytes())
 
     def push(self, *, least_seconds: float = 0.0) -> None:
-        """Copies the files whose size has changed; does nothing within `least_seconds` of the last attempt.
+        """Copies the files whose size has changed; an error is only printed.
 
-        An error is only printed.
+        It does nothing within `least_seconds` of the last attempt.
         """
         if self._temporary is not None and time.monotonic() - self._pushed_at >= least_seconds:
             self._pushed_at = time.monotonic()
@@ -333,7 +319,7 @@ class Mirror:
                 self._pushed[file.name] = size_bytes
 
     def close(self) -> None:
-        """Copies a last time, and removes the temporary folder; does nothing if files are not copied."""
+        """Copies a last time, and removes the temporary folder."""
         self.push()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -346,7 +332,7 @@ class RunMetrics:
 
     Attributes:
       step: the highest recorded step; 0 if there is none.
-      by_step: numbers recorded for each step, by name; values that are not finite are left out.
+      by_step: numbers by step and name; values that are not finite are left out.
       texts: recorded texts, by tag.
     """
 
@@ -355,24 +341,24 @@ class RunMetrics:
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Returns the (step, value) pairs of a metric; empty if it was never recorded."""
+        """Returns the (step, value) pairs of a metric."""
         return [(step, values[name]) for step, values in sorted(self.by_step.items()) if name in values]
 
     def last(self, name: str) -> float | None:
-        """Returns the latest value of a metric; None if it was never recorded."""
+        """Returns the latest value of a metric, or None."""
         found = self.curve(name)
         return found[-1][1] if found else None
 
     def best(self, name: str) -> tuple[int, float] | None:
-        """Returns the step and value of a metric's maximum, the earliest of equal ones; None if there is none."""
+        """Returns the step and value of a metric's first maximum, or None."""
         return max(self.curve(name), key=lambda point: (point[1], -point[0]), default=None)
 
     def first_at(self, name: str, *, least: float) -> int | None:
-        """Returns the first step at which a metric is at least `least`; None if there is none."""
+        """Returns the first step at which a metric is at least `least`, or None."""
         return next((step for step, value in self.curve(name) if value >= least), None)
 
     def median(self, name: str) -> float | None:
-        """Returns the median of a metric over all recorded steps; None if it was never recorded."""
+        """Returns the median of a metric over all recorded steps, or None."""
         values = [value for _, value in self.curve(name)]
         return statistics.median(values) if values else None
 
@@ -380,8 +366,7 @@ class RunMetrics:
 def read(run_dir: str) -> RunMetrics:
     """Reads the metrics of a run; empty if it recorded none.
 
-    If a metric was recorded twice for a step, the later value wins. Malformed lines are skipped, such as an incomplete
-    last one.
+    The last value for a step wins; malformed lines are skipped.
     """
     file = paths.resolve(run_dir) / JSONL_NAME
     if not file.exists():

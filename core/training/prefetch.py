@@ -1,9 +1,7 @@
 """Prefetches batches to the devices, and tracks the position of the data.
 
-A thread takes batches from the host, puts them on the devices and keeps `depth` of them ready. It is ahead of the step,
-so the position of the data source is not the position of the run. A position is therefore a snapshot of the source plus
-the number of batches consumed since: a snapshot of a seqio task takes half a second, a counter takes no time.
-Restoring reads that number of batches again, at most `snapshot_interval` - 1.
+The thread that reads is ahead of the step. So a position is a snapshot of the data source plus the number of batches
+consumed since.
 """
 
 from __future__ import annotations
@@ -43,12 +41,10 @@ class _Failed(NamedTuple):
 
 
 class Prefetch:
-    """An iterator over device batches.
-
-    Holds at most `depth` + 1 batches on the devices besides the one that the step uses.
+    """An iterator over device batches; holds at most `depth` + 1 besides the one that the step uses.
 
     Attributes:
-      input_wait_seconds: how long the last `next` waited for data; near zero unless the input is the bottleneck.
+      input_wait_seconds: how long the last `next` waited for data.
     """
 
     def __init__(
@@ -63,13 +59,9 @@ class Prefetch:
 
         Args:
           batches: the host side, already at the position to continue from.
-          to_device: makes the device batch from this host's rows. Called in the thread.
+          to_device: makes the device batch from this host's rows; called in the thread.
           depth: number of batches to keep ready, at least 1.
-          snapshot_interval: batches between snapshots; best a divisor of the checkpoint interval, so that a restore
-            replays nothing.
-
-        Raises:
-          UserError: `depth` or `snapshot_interval` below 1.
+          snapshot_interval: batches between snapshots, at least 1; best a divisor of the checkpoint interval.
         """
         for name, value in (("depth", depth), ("snapshot_interval", snapshot_interval)):
             if value < 1:
@@ -89,11 +81,7 @@ class Prefetch:
         return self
 
     def __next__(self) -> Any:
-        """Returns the next device batch.
-
-        An error of the thread, StopIteration at the end of the data included, is raised after the batches before it.
-        RuntimeError is raised after `close`, if no batch is left.
-        """
+        """Returns the next device batch, or raises the thread's error after the batches before it."""
         if self._failed is None:
             began = time.monotonic()
             item = self._take()
@@ -105,7 +93,7 @@ class Prefetch:
         raise self._failed.error
 
     def position(self) -> dict[str, bytes]:
-        """Returns the position of this host's streams after the batches returned so far, not after those read ahead."""
+        """Returns the position of this host's streams after the batches returned so far."""
         offset = _OFFSET.pack(self._position.offset)
         return {name: offset + snapshot for name, snapshot in self._position.snapshot.items()}
 
@@ -152,15 +140,9 @@ class Prefetch:
 
 
 def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
-    """Moves `batches` to a saved position: restores the snapshot, then reads and drops the batches consumed since.
+    """Moves `batches` to a saved position: restores the snapshot, then drops the batches consumed since.
 
-    Args:
-      batches: this host's batches, on any number of hosts.
-      position: the union of what `Prefetch.position` returned on all hosts.
-
-    Raises:
-      UserError: there is no stream, the streams were saved at different numbers of batches since their snapshots, or
-        `batches.restore` raises it.
+    `position` is the union of what `Prefetch.position` returned on all hosts.
     """
     offsets = {name: _OFFSET.unpack_from(value)[0] for name, value in position.items()}
     if not offsets:

@@ -1,12 +1,10 @@
 """Reads the profile of each host (.xplane.pb): step times, waiting for data, and time by operation.
 
-A trace consists of planes, which hold lines of events. On a TPU every chip has a plane, /device:TPU:0, whose line
-"Steps" has one event for each step and "XLA Ops" one for each operation. A GPU's plane, /device:GPU:0, has a line for
-each stream, whose kernels carry the `hlo_op` that they are part of. CPU devices have no plane of their own: their
-operations are events of the threads in /host:CPU that carry an `hlo_op`. Steps on GPUs and CPUs are the training loop's
-own annotations. All are returned in the same form.
+A trace consists of planes, which hold lines of events. A TPU's plane has the lines "Steps" and "XLA Ops". A GPU's plane
+has a line for each stream, whose kernels carry an `hlo_op`. Operations of CPU devices are events of threads in
+/host:CPU. Steps on GPUs and CPUs are the training loop's own annotations.
 
-The names of planes and lines of TPUs and GPUs come from the profiler's documentation; no profile of one was read.
+No profile of a TPU or GPU was read; the names come from the profiler's documentation.
 """
 
 import collections
@@ -28,12 +26,11 @@ _NAME = re.compile(r"%?([\w-]+)")
 
 
 class Operation(NamedTuple):
-    """All executions of the operations with one name, on all chips of a host, or of all hosts (`merged_operations`).
+    """All executions of the operations with one name, on one host or on several.
 
     Attributes:
-      name: name without its number, such as `all-gather`.
+      name: without its number, such as `all-gather`.
       seconds: their durations, added.
-      count: number of executions.
       is_collective: whether they communicate between chips.
     """
 
@@ -48,13 +45,12 @@ class HostProfile(NamedTuple):
 
     Attributes:
       name: name of the file, such as `hostname-p2`.
-      process: index of the process, 2 in this example; 0 if the name has none.
-      chips: number of chips with a plane, or of CPU devices that ran operations.
-      from_chips: whether steps and operations come from planes of chips.
-      starts: when each step began, by step number, in seconds since 1970 by this host's clock.
-      input_wait_seconds, hooks_seconds: how long the training loop waited for data, and ran hooks, per step.
-      operations: in descending order of time.
-      seconds: from the start of the first step to the start of the last; for a single step, to its end.
+      process: index of the process, here 2; 0 if the name has none.
+      chips: number of chips, or of CPU devices that ran operations.
+      from_chips: whether operations come from planes of chips.
+      starts: when each step began, in seconds since 1970.
+      input_wait_seconds, hooks_seconds: time per step for waiting for data, and for hooks.
+      seconds: from the start of the first step to that of the last; for a single step, to its end.
     """
 
     name: str
@@ -69,25 +65,18 @@ class HostProfile(NamedTuple):
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean time from one step's start to the next, or the duration of a single step; None without steps."""
+        """Mean time from one step's start to the next; for a single step, its duration; None if there are no steps."""
         return self.seconds / max(len(self.starts) - 1, 1) if self.starts else None
 
     @property
     def collectives_share(self) -> float | None:
-        """Share of the operations' time that is spent in collectives, which includes waiting for other chips.
-
-        None without operations.
-        """
+        """Share of the operations' time in collectives, waiting included; None if there are no operations."""
         whole = sum(operation.seconds for operation in self.operations)
         return sum(o.seconds for o in self.operations if o.is_collective) / whole if whole else None
 
 
 def sessions(run_dir: str) -> list[str]:
-    """Returns the names of the profiles of a run, in order of their steps.
-
-    Raises:
-      UserError: there are none.
-    """
+    """Returns the names of a run's profiles, in order of their steps; UserError if there are none."""
     folder = paths.resolve(run_dir).joinpath(*PROFILES)
     names = [session.name for session in folder.iterdir() if session.is_dir()] if folder.exists() else []
     if not names:
@@ -99,19 +88,13 @@ def sessions(run_dir: str) -> list[str]:
 
 
 def _number(session: str) -> int:
-    """Returns the first number in a session's name, such as the step in `step_100`; -1 if there is none."""
     return int(found[0]) if (found := re.findall(r"\d+", session)) else -1
 
 
 def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[HostProfile]]:
-    """Returns the name of a session, and the profiles of its hosts, ordered by process.
+    """Returns a session's name and its hosts' profiles.
 
-    Args:
-      run_dir: local or gs://.
-      session: name of the session; None: the one with the latest steps.
-
-    Raises:
-      UserError: there is no such session, or it is empty.
+    If `session` is None, it is the one with the latest steps.
     """
     names = sessions(run_dir)
     chosen = session or names[-1]
@@ -126,9 +109,9 @@ def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[Ho
 
 
 def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
-    """Parses the file of one host; `name` is the file's name without suffix, such as `hostname-p2`.
+    """Parses the file of one host; `name` is the file's name without suffix.
 
-    Steps before `first_step` are left out: when the trace began, a chip may have been in the middle of one.
+    Steps before `first_step` are left out: the trace may have begun in one.
     """
     planes = list(jax.profiler.ProfileData.from_serialized_xspace(serialized).planes)
     chips = [plane for plane in planes if _CHIP.match(plane.name)]
@@ -165,8 +148,8 @@ def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
 def skew_seconds(hosts: Sequence[HostProfile]) -> tuple[float, HostProfile] | None:
     """Returns the mean skew between hosts, and the host that starts steps latest on average.
 
-    The skew of a step is the time between the first and the last host's start, each by the host's own clock. Returns
-    None for fewer than two hosts, or if no step is in the profiles of all.
+    The skew of a step is the time between the first and the last host's start, by the hosts' own clocks. The result is
+    None for fewer than two hosts, or if they have no common step.
     """
     common = set.intersection(*(set(host.starts) for host in hosts)) if len(hosts) > 1 else set()
     if not common:
@@ -192,19 +175,18 @@ def merged_operations(hosts: Sequence[HostProfile]) -> list[Operation]:
 
 
 def began(planes: Sequence[Any]) -> float:
-    """Returns when the trace with these planes began, in seconds since 1970; 0 if it was not recorded."""
+    """Returns when the trace began, in seconds since 1970; 0 if not recorded."""
     stats = {key: value for plane in planes if plane.name == "Task Environment" for key, value in plane.stats}
     return stats.get("profile_start_time", 0) / 1e9
 
 
 def base_name(text: str) -> str:
-    """Returns the name of an operation without its number: `all-gather` for `%all-gather.7 = …`."""
+    """Returns an operation's name without its number: `all-gather` for `%all-gather.7 = …`."""
     found = _NAME.match(text)
     return found[1] if found else text
 
 
 def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
-    """Returns the events annotated by the training loop, by name."""
     found: dict[str, list[Any]] = collections.defaultdict(list)
     for plane in hosts:
         for line in plane.lines:
@@ -215,14 +197,14 @@ def _annotated(hosts: Sequence[Any]) -> Mapping[str, list[Any]]:
 
 
 def _steps_of_chips(chips: Sequence[Any]) -> dict[int, tuple[float, float]]:
-    """Returns start and end of each step on the chip, in ns, by step number; empty if they were not recorded."""
+    """Returns (start, end) by step, in ns; empty if steps were not recorded."""
     lines = [line for plane in chips for line in plane.lines if line.name == "Steps"]
     events = [event for line in lines for event in line.events if event.name.isdigit()]
     return {int(event.name): (event.start_ns, event.start_ns + event.duration_ns) for event in events}
 
 
 def _steps_of_the_loop(annotated: Mapping[str, list[Any]]) -> dict[int, tuple[float, float]]:
-    """Returns (start, end) by step, in ns: when the loop began the step, and when it finished the last of all steps."""
+    """Returns (start, end) by step, in ns; the end is when the loop finished the last step."""
     ends = [event.start_ns + event.duration_ns for event in (*annotated[trainer.STEP], *annotated[trainer.WAITING])]
     return {int(dict(event.stats)["step_num"]): (event.start_ns, max(ends)) for event in annotated[trainer.STEP]}
 
@@ -251,7 +233,6 @@ def _run_by_cpu_devices(hosts: Sequence[Any]) -> Iterator[tuple[str, float, str]
 
 
 def _summed(run: Sequence[tuple[str, float, str]]) -> list[Operation]:
-    """Sums executions (name, nanoseconds, device) by `base_name`, without CONTAINERS; the longest sum comes first."""
     seconds: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
     for text, nanoseconds, _ in run:

@@ -1,8 +1,4 @@
-"""`launch/pod.sh profile RUN`: requests a profile of a run that is training, and waits until all hosts have written it.
-
-The request and the answer are small files in the run directory (`core.training.profiling`), so this works from
-any machine that can write there: a local folder, a shared disk or a bucket.
-"""
+"""Requests a profile of a run that is training (`launch/pod.sh profile RUN`), and waits for it."""
 
 import contextlib
 import json
@@ -25,17 +21,11 @@ _WRITING_SECONDS = 300.0  # a trace of seconds is hundreds of MB, which go to a 
 def request(
     run_dir: str, *, steps: int | None = None, seconds: float | None = None, taken_seconds: float = TAKEN_SECONDS
 ) -> int:
-    """Requests a profile, waits for it and prints where it is. Returns 0 when every host has written its file.
+    """Requests a profile, waits for it and prints where it is; returns 0.
 
     Args:
-      run_dir: directory of a run that is training.
       steps: how many steps to trace; exactly one of `steps` and `seconds` is given.
-      seconds: how long to trace.
       taken_seconds: how long to wait until the run accepts the request.
-
-    Raises:
-      UserError: both or none of `steps` and `seconds` are given; there is no run, it does not answer, it ends before
-        the profile, or its hosts do not write the profile in time.
     """
     if (steps is None) == (seconds is None):
         raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")
@@ -86,7 +76,6 @@ def _wait(folder: paths.Path, plan: dict[str, Any]) -> int:
 
 
 def _answer(folder: paths.Path, name: str, states: set[str], *, within_seconds: float) -> dict[str, Any] | None:
-    """Waits for the run's answer to this request in one of `states`; None if it does not come in time."""
     deadline = time.monotonic() + within_seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError, foreign_json.MalformedError):  # while the file is being replaced

@@ -1,13 +1,10 @@
-"""Hooks that write profiles of chosen steps and of memory, and handle requests for profiles of a run that is training.
+"""Hooks that write profiles of chosen steps and of memory, also on request while a run is training.
 
     command ── RUN/profile_request.json ──> host 0 ── first and last step, posted ──> every host
        ^                                       │ <── "written" ─────────────────────────── │
        └────── RUN/profile_answer.json <───────┘
 
-All hosts trace the same steps, and no host waits for a request inside a step. A thread of each host polls the posted
-texts, and host 0 chooses a first step far enough ahead that all hosts have polled by then. Hosts that train together
-are within two steps of one another, so a step that is far enough ahead of host 0 is ahead of all. A host that receives
-the window late begins late, and reports that in the answer.
+A thread of each host polls the posted texts, so no host waits inside a step.
 """
 
 import collections
@@ -44,20 +41,19 @@ _CLOSING_SECONDS = 10.0
 
 
 class Window(NamedTuple):
-    """The steps from `first_step` to `last_step`, both included, which are to be traced."""
+    """The steps to trace, from `first_step` to `last_step`, both included."""
 
     first_step: int
     last_step: int
 
 
 def window_of(steps: int | None, seconds: float | None, *, step: int, step_seconds: float, end: int) -> Window | None:
-    """Returns the steps to trace for a request, after `step`, up to the run's last step; None if it ends before them.
+    """Returns the steps to trace for a request; None if the run ends before them.
 
     Args:
       steps: number of steps; None: as many as take `seconds`, at least 1.
       seconds: duration if `steps` is None.
-      step: the current step of host 0.
-      step_seconds: duration of a step.
+      step: the current step.
       end: the run's last step.
     """
     first = step + max(_AHEAD_STEPS, math.ceil(_AHEAD_SECONDS / step_seconds))
@@ -67,18 +63,10 @@ def window_of(steps: int | None, seconds: float | None, *, step: int, step_secon
 
 
 class Requests:
-    """The profile requests of the run in `run_dir`, as seen by one of its hosts.
-
-    The hook calls `asked` before every step to learn of a window that begins, and `done` when its file is written.
-    """
+    """The profile requests of a run, as seen by one of its hosts."""
 
     def __init__(self, run_dir: str, *, last_step: int):
-        """Starts a thread that polls: host 0 for requests, every host for the profiling windows that host 0 posts.
-
-        Args:
-          run_dir: local or gs://.
-          last_step: the last step of the run.
-        """
+        """Starts a thread that polls for requests (on host 0) and for posted windows."""
         folder = paths.resolve(run_dir)
         self._request, self._answer = folder / REQUEST_NAME, folder / ANSWER_NAME
         self._request_seconds = _BUCKET_SECONDS if paths.is_remote(folder) else _LOCAL_SECONDS
@@ -94,7 +82,7 @@ class Requests:
         self._thread.start()
 
     def asked(self, step: int) -> Window | None:
-        """Returns the window that `step` belongs to, once; otherwise None. Called before every step; does not wait."""
+        """Returns the window that `step` belongs to, once; otherwise None. Called before every step."""
         self._steps.append((step, time.monotonic()))
         found = self._waiting
         if found is None or step < found.first_step:
@@ -111,7 +99,7 @@ class Requests:
         self._say_done(f"began {units.counted(self._late_by, 'step')} late" if self._late_by else "")
 
     def close(self) -> None:
-        """Ends the thread; host 0 waits up to 10 s for profiles that other hosts are still writing."""
+        """Ends the thread; host 0 waits up to 10 s for other hosts' profiles."""
         self._closing.set()
         self._thread.join(_CLOSING_SECONDS + 1.0)
 
@@ -142,7 +130,6 @@ class Requests:
             self._answer_when_written(posted)
 
     def _look_for_request(self) -> None:
-        """Reads a request if there is one, and posts the steps that all hosts will trace."""
         if self._open or len(self._steps) < 2 or time.monotonic() - self._looked_at < self._request_seconds:
             return
         self._looked_at = time.monotonic()
@@ -182,43 +169,32 @@ class Requests:
 
 
 class Asks(Protocol):
-    """Interface of the profile requests of a run; `Requests` implements it."""
+    """Interface of the profile requests of a run."""
 
     def asked(self, step: int) -> Window | None:
-        """Returns the window that `step` belongs to, once; otherwise None. Called before every step; does not wait."""
+        """Returns the window that `step` belongs to, once; otherwise None. Called before every step."""
 
     def done(self) -> None:
         """Reports that this host has written the requested profile."""
 
 
 class Stops(Protocol):
-    """Interface of a trace in progress; `Trace` implements it."""
+    """Interface of a trace in progress."""
 
     def stop(self) -> object:
-        """Ends the trace, when its steps have finished on the devices."""
+        """Ends the trace; its steps must have finished on the devices."""
 
 
 class Profile(Hook):
-    """Profiles windows of steps: those of the configuration and those requested while the run trains.
-
-    No window begins while another is open.
-    """
+    """Profiles windows of steps: planned ones, and those requested while the run trains."""
 
     def __init__(self, start: Callable[[int], Stops], requests: Asks, *, at: Sequence[int] = (), num_steps: int = 3):
-        """Profiles windows of `num_steps` at the given steps, and the requested ones.
-
-        Args:
-          start: begins the trace of the window that begins at this step.
-          requests: the windows that are requested while the run trains.
-          at: steps at which a window begins.
-          num_steps: number of steps in each of these profiles.
-        """
+        """`at`: steps at which a planned window of `num_steps` steps begins."""
         self._start, self._requests = start, requests
         self._at, self._num_steps = frozenset(at), num_steps
         self._open: tuple[Stops, Window, bool] | None = None
 
     def before_step(self, step: int) -> None:
-        """Opens a window if one begins at this step."""
         if self._open is not None:
             return
         asked = self._requests.asked(step)
@@ -227,20 +203,14 @@ class Profile(Hook):
             self._open = self._start(window.first_step), window, asked is not None
 
     def needs_state(self, step: int) -> bool:
-        """Returns True at the last step of a window, so that it finishes before the next step is dispatched.
-
-        A host that learned of a window late may answer differently from the others; it then only reads that step's
-        metrics earlier.
-        """
+        """Returns True at the last step of a window, which finishes before the next is dispatched."""
         return self._open is not None and step >= self._open[1].last_step
 
     def after_step(self, report: StepReport) -> None:
-        """Closes the window after its last step."""
         if self._open is not None and report.step >= self._open[1].last_step:
             self.close()
 
     def close(self) -> None:
-        """Closes an open window."""
         if self._open is not None:
             trace, _, was_asked = self._open
             self._open = None
@@ -254,9 +224,7 @@ class Trace:
 
         RUN/tensorboard/plugins/profile/step_100/<hostname>-p<process>.xplane.pb
 
-    JAX's profiler names its file after the hostname, in a folder named after the local time. Hosts would then write to
-    different folders, and hosts with the same name would overwrite one another. Therefore every host traces into a
-    temporary folder with the same session name, and copies its file to a path of its own.
+    JAX's profiler names the file after the hostname alone, so hosts with the same name could overwrite one another.
     """
 
     def __init__(self, run_dir: str, step: int, *, process_index: int | None = None):
@@ -271,7 +239,7 @@ class Trace:
         jax.profiler.start_trace(self._traced.name, profiler_options=options)
 
     def stop(self) -> list[paths.Path]:
-        """Ends the trace and returns the written files; call it when the steps have finished on the devices."""
+        """Ends the trace, whose steps must have finished; returns the written files."""
         with self._traced:
             jax.profiler.stop_trace()
             found = sorted(pathlib.Path(self._traced.name).rglob(f"*{SUFFIX}"))
@@ -280,7 +248,7 @@ class Trace:
 
 
 class MemoryProfile(Hook):
-    """Writes profiles of the memory of this host's chips for `pprof`: RUN/memory/step_100-host_2.pprof."""
+    """Writes memory profiles of this host's chips for `pprof`: RUN/memory/step_100-host_2.pprof."""
 
     def __init__(self, run_dir: str, *, at: Sequence[int] = (), process_index: int | None = None):
         """Writes after the steps in `at`; `process_index` defaults to that of this host."""
@@ -288,13 +256,12 @@ class MemoryProfile(Hook):
         self._process = distributed.process_index() if process_index is None else process_index
 
     def after_step(self, report: StepReport) -> None:
-        """Writes at the given steps; the next step has usually begun by then, so its arrays are included."""
         if report.step in self._at:
             self._write(f"step_{report.step}-host_{self._process}.pprof", why=f"step {report.step}")
 
     @contextlib.contextmanager
     def when_exhausted(self) -> Iterator[None]:
-        """Context in which an out-of-memory error of JAX writes a memory profile before it propagates."""
+        """Context in which an out-of-memory error of JAX writes a memory profile."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:

@@ -1,11 +1,8 @@
 """A lock on the run directory, so that only one launch trains in it at a time.
 
-Host 0 creates `RUN/lock.json` before it initializes devices, renews it during the run and removes it at the end. If the
-owner of an existing lock is a process of this machine, the process table shows whether it is alive. Otherwise the lock
-is observed: an owner that does not renew it within SILENT_SECONDS counts as dead. Clocks of different machines are
-never compared.
-
-If the lock of a run disappears, the run directory was deleted or given to another launch, and the run must end.
+Host 0 creates `RUN/lock.json`, renews it during the run and removes it at the end. If the owner of an existing lock is
+a process of this machine, the process table shows whether it is alive. Otherwise an owner that does not renew the lock
+within SILENT_SECONDS counts as dead.
 """
 
 from __future__ import annotations
@@ -39,13 +36,9 @@ class Owner(NamedTuple):
     """The process that holds a lock.
 
     Attributes:
-      host: name of its machine.
-      pid: its process.
-      started: when that process started, in seconds since 1970.
-      ticks: the same in clock ticks since boot, which together with `pid` identifies the process uniquely.
-      machine: identifies the boot and the process namespace of that machine; if it is equal to ours, `pid` can be
-        looked up here.
-      token: a random text that identifies this lock.
+      started: when it started, in seconds since 1970.
+      ticks: the same in clock ticks since boot.
+      machine: identifies the boot and the process namespace of its machine.
     """
 
     host: str
@@ -78,7 +71,7 @@ class Owner(NamedTuple):
         return cls(**{name: found[name] for name in _KINDS})
 
     def is_alive(self) -> bool | None:
-        """Returns whether the owner's process runs; None if that cannot be determined from this machine."""
+        """Returns whether the owner's process runs; None if this machine cannot tell."""
         if not self.machine or self.machine != _machine():
             return None
         return goodput.start_ticks(self.pid) == self.ticks
@@ -88,7 +81,7 @@ _KINDS = typing.get_type_hints(Owner)
 
 
 def _machine() -> str:
-    """Returns an identifier equal for processes that share a boot and a pid namespace; "" if unknown."""
+    """Returns a text that is equal for processes that share a boot and a pid namespace; "" if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
@@ -120,20 +113,19 @@ class LockLostError(RuntimeError):
 
 
 def holder(run_dir: str) -> Owner | None:
-    """Returns the live process of this machine that holds the lock of a run directory, or None."""
+    """Returns the live process of this machine that holds a run's lock, or None."""
     found = paths.read_versioned(paths.resolve(run_dir) / FILE)
     owner = found and Owner.parse(found.text)
     return owner if owner and owner.is_alive() else None
 
 
 def in_use(run_dir: str, owner: Owner | None, *, renewed: bool = False, words: Words = RUN) -> str:
-    """Returns the error message for a launch in a run directory that is in use, with the fix.
+    """Returns the error message for a launch in a run directory that is in use.
 
     Args:
-      run_dir: the run directory.
       owner: owner of the lock; None if the lock names none.
-      renewed: whether the owner was observed renewing it.
-      words: what the folder is called in the message.
+      renewed: whether the owner was seen renewing it.
+      words: what the folder is called.
     """
     file = paths.resolve(run_dir) / FILE
     seen = ", which renewed its lock while this one watched" if renewed else ""
@@ -184,15 +176,10 @@ class RunLock:
         """Acquires the lock, taking over that of a dead owner; creates the run directory if necessary.
 
         Args:
-          run_dir: local or gs://.
-          say: receives a message when the lock of another owner is observed or taken over.
+          say: receives messages about the lock of another owner.
           silent_seconds: time without a renewal after which an owner that cannot be looked up counts as dead.
-          look_seconds: time between two reads of the lock while it is observed.
-          clock: the clock with which `check` limits itself to one read per second.
-          words: words for messages; the default is for run directories.
-
-        Raises:
-          UserError: another launch holds it, or the directory cannot be written.
+          look_seconds: time between two reads of its lock.
+          clock: the clock of `check`, in seconds.
         """
         was_there = paths.resolve(run_dir).exists()
         file, own = paths.require_writable(run_dir) / FILE, Owner.this()
@@ -215,8 +202,7 @@ class RunLock:
     def check(self, *, now: bool = False) -> None:
         """Raises LockLostError if the lock was removed or taken over.
 
-        Reads the file at most once per second, because it may be on a network file system; in a bucket, relies on the
-        last renewal. With `now`, reads it in any case.
+        Reads the file at most once per second, and not in a bucket; with `now`, in any case.
         """
         due = not paths.is_remote(self._file) and self._clock() - self._looked_at >= _LOOK_SECONDS
         if now or due:
@@ -225,7 +211,7 @@ class RunLock:
             raise LockLostError(self._lost)
 
     def release(self) -> None:
-        """Removes the lock if it is still this one, and the local directory if `acquire` created it and it is empty."""
+        """Removes the lock if it is still this one, and the directory if `acquire` made it and it is empty."""
         self._ended.set()
         self._thread.join()
         if self._lost:
@@ -238,7 +224,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Context that raises LockLostError at its end if the lock was lost, in place of any other Exception."""
+        """Context that raises LockLostError, in place of another Exception, if the lock was lost."""
         try:
             yield
         except Exception as error:
@@ -261,7 +247,6 @@ class RunLock:
             os.utime(self._file)  # works on a full disk
 
     def _look(self) -> None:
-        """Reads the lock, and records its version or that it is lost."""
         with self._looking:
             self._looked_at = self._clock()
             found = paths.read_versioned(self._file)
@@ -281,18 +266,12 @@ class RunLock:
 
 
 class HoldsLock(Hook):
-    """A hook that ends the run if its lock is lost; used on the host that holds the lock.
-
-    On a disk, the lock is read before a step, at most once per second; in a bucket, every 15 s. `hooks.Save` is given
-    `RunLock.check` too, so that nothing is saved after another launch has taken over.
-    """
+    """A hook that ends the run if its lock is lost."""
 
     def __init__(self, lock: RunLock):
-        """Takes the lock of the run."""
         self._lock = lock
 
     def before_step(self, step: int) -> None:
-        """Raises LockLostError if the lock is lost."""
         del step
         self._lock.check()
 
@@ -307,7 +286,6 @@ def _require_dead(
     look_seconds: float,
     words: Words,
 ) -> None:
-    """Waits until the owner of a lock is known to be dead. Raises UserError if it is alive."""
     is_alive = owner.is_alive() if owner else None
     if is_alive:
         raise UserError(in_use(run_dir, owner, words=words))

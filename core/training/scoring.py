@@ -1,8 +1,6 @@
 """Scores checkpoints on held-out rows, and writes the scores to the run directory as JSON.
 
-The scores of one checkpoint are in step_N.json. If the task judges answers by votes (`AnswerJudge`), those of several
-checkpoints together are an ensemble, whose scores can be in cumulative.json. Only the sum of the votes over checkpoints
-is kept, because the votes of one checkpoint can be hundreds of thousands of grids.
+If the task judges answers by votes (`AnswerJudge`), the votes of several checkpoints can be scored together.
 """
 
 import json
@@ -35,13 +33,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class HeldOut(NamedTuple):
-    """The held-out rows of an evaluation.
-
-    Attributes:
-      task: the task that has them.
-      batch_size: rows of a batch.
-      batches: how many batches to read; None: all, of a task whose evaluation ends.
-    """
+    """The held-out rows of an evaluation; `batches` is how many to read, or None for all."""
 
     task: Task
     batch_size: int
@@ -66,13 +58,8 @@ def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Litera
     """Selects the rows to evaluate.
 
     Args:
-      task: task of the run.
       batch_size, eval_batches: those of the run's own evaluations.
-      rows: a number of rows, or "all"; None: the rows of the run's own evaluations, at most EVAL_BATCHES x BATCH_SIZE.
-        A number is rounded up to whole batches, unless the task has the ability `SizesEvaluation`.
-
-    Raises:
-      UserError: `rows` is `all` for endless data, or is missing for a run without evaluations.
+      rows: a number of rows, or "all"; None: the rows of the run's own evaluations.
     """
     is_pass = can(task, EndsEvaluation)
     ends = is_pass or can(task, SizesEvaluation)
@@ -91,11 +78,7 @@ def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Litera
 
 
 def require_answers(program: Any, judge: AnswerJudge) -> None:
-    """Checks, without using a device, that the model returns the answers that a judge needs.
-
-    Raises:
-      UserError: it does not.
-    """
+    """Raises UserError if the model does not return the answers that a judge needs."""
     answered = program.abstract_answers()
     if absent := [name for name in judge.needed_answers if name not in answered]:
         lacks = f"the extras of {type(program.model).__name__}.evaluate lack {', '.join(absent)}"
@@ -107,17 +90,17 @@ def require_answers(program: Any, judge: AnswerJudge) -> None:
 
 
 class Scores:
-    """The scores of all checkpoints that one command evaluates; they are collected on host 0.
+    """The scores of all checkpoints that one command evaluates, on host 0.
 
     Attributes:
-      about: entries to write into every file: `evaluated_on`, `slice`, `strategy`, `git_revision`.
+      about: entries to write into every file.
       judge: scores the answers; None: only loss and metrics are computed.
-      checkpoints: the content of each step_N.json, in the order evaluated.
-      ensembles: the entries of cumulative.json; empty unless ensembles are scored.
+      checkpoints: the content of each step_N.json.
+      ensembles: the entries of cumulative.json.
     """
 
     def __init__(self, run_dir: str, about: Mapping[str, Any], judge: AnswerJudge | None, *, cumulative: bool):
-        """Starts without scores; `cumulative`: for every N, also score the votes of the first N checkpoints."""
+        """`cumulative`: for every N, also score the votes of the first N checkpoints."""
         self.about, self.judge = about, judge
         self.checkpoints: list[Mapping[str, Any]] = []
         self.ensembles: list[Mapping[str, Any]] = []
@@ -130,22 +113,11 @@ class Scores:
     ) -> bool:
         """Evaluates the checkpoint of one step, with averaged weights if the optimizer keeps an average.
 
-        Host 0 writes the score at once: the next checkpoint may take hours.
+        All hosts must call it. It returns False, on every host, if the checkpoint is not there any more.
 
         Args:
-          program: the model, bound to devices.
-          checkpoints: checkpoints of the run.
-          step: step of the checkpoint.
-          held_out: rows to evaluate.
           layout: the rows of each batch that this host supplies.
-          data: fingerprint of the data that is evaluated.
-
-        Returns:
-          Whether it was evaluated: False, on every host, if a run that is training removed the checkpoint meanwhile.
-
-        Raises:
-          UserError: the checkpoint does not fit the model or is damaged, there are no held-out rows, or cached hidden
-            states were computed with another base.
+          data: fingerprint of the data.
         """
         with activity.enter(activity.RESTORING):
             restored = checkpoints.restore_if_there(step, program.abstract_state)
@@ -192,10 +164,7 @@ class Scores:
         paths.write_text_atomically(self._folder / name, json.dumps(value, indent=1) + "\n")
 
     def submission(self) -> str:
-        """Returns the judge's attempts for every test as JSON text, from the votes of all checkpoints together.
-
-        Requires a judge; on host 0 only.
-        """
+        """Returns the judge's attempts as JSON text, from the votes of all checkpoints; on host 0 only."""
         assert self.judge is not None
         return json.dumps(self.judge.submission(self._votes)) + "\n"
 
@@ -206,19 +175,18 @@ class Scores:
 
     @property
     def of(self) -> str:
-        """Names the evaluated checkpoints, such as `steps 100, 200 together`, for headings."""
+        """Names the evaluated checkpoints, such as `steps 100, 200 together`."""
         steps = ", ".join(f"{step:,}" for step in self.steps)
         return f"step {steps}" if len(self.checkpoints) == 1 else f"steps {steps} together"
 
     @property
     def files(self) -> list[str]:
-        """The paths of the files that were written."""
+        """The paths of the written files."""
         names = [f"step_{step}.json" for step in self.steps] + [CUMULATIVE] * bool(self.ensembles)
         return [str(self._folder / name) for name in names]
 
 
 def _with_progress(batches: Iterator[Any], what: str, *, rows: int, count: int | None) -> Iterator[Any]:
-    """Yields the same batches and prints a line now and then; `count`: the most that there can be (None: unknown)."""
     began, of = time.monotonic(), f" of at most {count}" if count else ""
     last = began
     for number, batch in enumerate(batches, 1):

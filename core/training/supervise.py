@@ -1,9 +1,4 @@
-"""Restarts a failed run if its exit code is one for which a restart can help.
-
-Restarts are counted since the last new checkpoint: a run that makes progress is restarted without limit; one that keeps
-failing at the same step is given up after the allowed number of restarts, with growing pauses between them. If
-checkpoints cannot be listed (a bucket that does not answer), none counts as new.
-"""
+"""Restarts a failed run if its exit code is one for which a restart can help."""
 
 import contextlib
 import signal
@@ -30,18 +25,15 @@ def supervise(
     ending: Callable[[int], exit_codes.Ending] = exit_codes.ending,
     first_pause_seconds: float = FIRST_PAUSE_SECONDS,
 ) -> int:
-    """Calls `attempt`, and repeats it while a restart can help, according to its exit code.
+    """Calls `attempt`, and repeats it while a restart can help; returns an exit code.
 
     Args:
       attempt: runs to the end and returns an exit code.
-      restarts: how many restarts without progress to allow; 0 for none.
-      newest_step: returns the newest step with a checkpoint; None if there is none.
-      requested: gets an exit code when this process is asked to stop; nothing is started after that.
+      restarts: how many restarts without a new checkpoint to allow; 0 for none.
+      newest_step: returns the newest step with a checkpoint, or None.
+      requested: gets an exit code when a stop is requested; nothing is started after that.
       ending: returns the meaning of an exit code, and whether a restart can help.
       first_pause_seconds: pause before the first restart; it doubles with each restart without progress.
-
-    Returns:
-      The exit code of the last attempt; or that of a stop that was requested in the pause after it.
     """
     furthest, failures = _listed(newest_step) if restarts else None, 0
     while True:
@@ -69,7 +61,7 @@ def supervise(
 
 
 def _listed(newest_step: Callable[[], int | None]) -> int | None:
-    """Returns the newest step, -1 if there is no checkpoint, and None, with a message, if they cannot be listed."""
+    """Returns the newest step, -1 if there is none, and None if checkpoints cannot be listed."""
     try:
         newest = newest_step()
     except Exception as error:  # a bucket fails with its client's own types
@@ -79,13 +71,12 @@ def _listed(newest_step: Callable[[], int | None]) -> int | None:
 
 
 def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[str] | None = None) -> int:
-    """Runs `command` to its end, and sends it SIGTERM when a stop is requested; returns its exit code.
+    """Runs `command` to its end, or ends it when a stop is requested; returns its exit code.
 
-    The terminal sends Ctrl-C to the child as well: it has time to save and end before it gets SIGTERM.
+    The terminal sends Ctrl-C to the child as well: it has time to end before it gets SIGTERM.
 
     Args:
-      command: the program and its arguments.
-      requested: exit codes of the stops so far, which grows meanwhile; the first decides whether the child gets time.
+      requested: exit codes of the stops so far, which grows meanwhile.
       output: file for what the child prints; None: that of this process.
     """
     child = subprocess.Popen(
@@ -104,7 +95,7 @@ def run_child(command: Sequence[str], requested: Sequence[int], *, output: IO[st
 
 
 def newest_step(run_dir: str) -> int | None:
-    """Returns the step of a run's newest complete checkpoint, or None. Raises the errors of the bucket's client."""
+    """Returns the step of a run's newest complete checkpoint, or None."""
     from core.checkpoints import steps  # it imports jax, which takes a second
 
     return max(steps.complete(paths.resolve(run_dir) / "checkpoints"), default=None)
@@ -112,7 +103,7 @@ def newest_step(run_dir: str) -> int | None:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Context in which SIGINT, SIGTERM and SIGHUP only append their exit codes to the list that it yields.
+    """Context in which SIGINT, SIGTERM and SIGHUP only append their exit codes to a list.
 
     A SIGHUP that is ignored, as under nohup, stays ignored.
     """
@@ -128,7 +119,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def waited(seconds: float, requested: Sequence[int]) -> bool:
-    """Sleeps for `seconds` and returns True; ends early and returns False if a stop is requested."""
+    """Sleeps for `seconds` and returns True; returns False once a stop is requested."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not requested:
         time.sleep(min(_POLL_SECONDS, seconds))

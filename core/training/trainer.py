@@ -1,17 +1,13 @@
 """The training loop: runs the steps and calls the hooks.
 
-The devices do not wait for the host: the metrics of step n - 1 are read after step n has been dispatched, so that
-logging happens while the devices work. Only if a hook needs the state (to evaluate or save it) is step n read before
-n + 1 starts; a state after a non-finite loss is then detected before it is saved.
+The metrics of step n - 1 are read after step n has been dispatched, so the devices do not wait for the host. If a hook
+needs the state (to evaluate or save it), step n is read before n + 1 starts.
 
     dispatch n   read metrics of n - 1   -> hook.after_step(n - 1)
     …            at a boundary: read n   -> hook.after_step(n), hook.at_boundary(n, state)
 
-A hook that finds a step to be wrong raises `RollBackError`; the loop then restores an earlier state and continues. The
-data is never rewound: the wrong batch, and the next one if it was dispatched by then, are dropped. Later checkpoints
-store the position that the data has reached.
-
-The loop records its current activity in `core.hosts.activity`, for the hosts that monitor one another.
+A hook that finds a step to be wrong raises `RollBackError`; the loop then restores an earlier state. The data is not
+rewound: the wrong batch, and the next one if it was dispatched by then, are dropped.
 """
 
 import contextlib
@@ -31,11 +27,11 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # runs on
 
 
 class StatisticsStep(NamedTuple):
-    """A training step that also computes statistics of the update, and replaces some of the steps.
+    """A training step that also computes statistics of the update.
 
     Attributes:
       run: runs the step; its metrics contain a `core.step.UpdateStatistics`.
-      interval: steps whose number is a multiple of it are replaced.
+      interval: it replaces the steps whose number is a multiple of this.
     """
 
     run: TrainStep
@@ -54,14 +50,11 @@ class StepReport(NamedTuple):
 
     Attributes:
       step: its number; the first is 1.
-      metrics: scalar metrics of this step.
-      sums: the model's metrics of this step as sums with weights, which may be 0; in steps that compute them, also the
-        statistics of the update.
-      seconds: time since the end of the previous step and of the hooks' work at a boundary after it. For the first step
-        of the loop, and the first after a rollback, since the loop began (includes compilation).
-      input_wait_seconds: how long the host waited for the batch of this step.
-      device_seconds: how long, in `seconds`, the host dispatched steps and waited for their results. What then remains
-        is work of the host itself.
+      metrics: scalar metrics.
+      sums: metrics as sums with weights, which may be 0.
+      seconds: time since the previous step, without the hooks' work at a boundary.
+      input_wait_seconds: how long the host waited for the batch.
+      device_seconds: how long, in `seconds`, the host dispatched steps and waited for their results.
     """
 
     step: int
@@ -73,7 +66,7 @@ class StepReport(NamedTuple):
 
 
 class RollBackError(RuntimeError):
-    """Raised in `Hook.after_step`, on all hosts at the same step: the loop continues from an earlier state."""
+    """Raised in `Hook.after_step`, on all hosts at the same step, to continue from an earlier state."""
 
 
 class LastStep(NamedTuple):
@@ -81,10 +74,8 @@ class LastStep(NamedTuple):
 
     Attributes:
       step: the last step that was dispatched; if there is none, that of the initial state.
-      state: the state after it, if the position in the data belongs to it too; None if the exception came between
-        taking a batch and dispatching its step, or if the arrays were donated.
-      metrics: returns the metrics of the step, which needs every host to have dispatched it, and waits for the devices;
-        {} if none was dispatched.
+      state: the state after it; None if its arrays were donated, or the data is already one batch ahead.
+      metrics: returns the metrics of the step, which every host must have dispatched; {} if none was.
     """
 
     step: int
@@ -93,16 +84,16 @@ class LastStep(NamedTuple):
 
 
 class Hook:
-    """An extension of the training loop. Hooks run in order, on every host."""
+    """An extension of the training loop; hooks run in order."""
 
     def before_step(self, step: int) -> None:
         """Called before step `step` is dispatched."""
 
     def after_step(self, report: StepReport) -> None:
-        """Called when the metrics of a step are known, usually while the next step runs."""
+        """Called when the metrics of a step are known, usually while the next runs."""
 
     def needs_state(self, step: int) -> bool:
-        """Returns whether to call `at_boundary` after this step; must be equal on all hosts."""
+        """Returns whether to call `at_boundary` after this step; if that is a collective, equal on all hosts."""
         del step
         return False
 
@@ -110,10 +101,7 @@ class Hook:
         """Called after step `step`, before the next is dispatched; `state` is valid only during this call."""
 
     def on_error(self, error: Exception, last: LastStep) -> None:
-        """Called when an exception ends the loop, before `close`; `last.state` is valid only during this call.
-
-        An exception in this call, or in `close` after an error, is added to the first error as a note.
-        """
+        """Called when an exception ends the loop, before `close`; `last.state` is valid only during this call."""
 
     def close(self) -> None:
         """Called when training ends, also after an error."""
@@ -139,8 +127,6 @@ class _Dispatched(NamedTuple):
 
 
 class _Reader:
-    """Turns dispatched steps into reports, timing from one finished step to the next."""
-
     def __init__(self, hooks: Sequence[Hook]):
         self._hooks = hooks
         self._finished_at = time.perf_counter()
@@ -149,21 +135,18 @@ class _Reader:
 
     @contextlib.contextmanager
     def with_devices(self) -> Iterator[None]:
-        """Context in which the host dispatches work to the devices or waits for them, which is timed."""
         began = time.perf_counter()
         with activity.enter(self.activity):
             yield
         self._device_seconds += time.perf_counter() - began
 
     def wait(self, dispatched: _Dispatched) -> dict[str, Any]:
-        """Waits for a step, and returns its metrics on the host."""
         with self.with_devices(), jax.profiler.TraceAnnotation(WAITING):
             found = jax.device_get(dict(dispatched.metrics))
         self.activity = activity.TRAINING
         return found
 
     def report(self, dispatched: _Dispatched, found: Mapping[str, Any]) -> None:
-        """Passes the metrics of a step to the hooks."""
         sums = {k: v for k, v in found.items() if isinstance(v, WeightedSum)}
         if statistics := found.get(STATISTICS):
             sums |= statistics.named()
@@ -190,8 +173,6 @@ class _Reader:
 
 
 class _Loop:
-    """The loop, with what a hook needs to know if an exception ends it."""
-
     def __init__(
         self,
         train_step: TrainStep,
@@ -256,11 +237,7 @@ class _Loop:
         return self._last
 
     def close(self, error: BaseException | None) -> None:
-        """Closes every hook; if the loop raised an Exception, first calls every hook's `on_error` with the last step.
-
-        The first exception gets all later ones as notes. It is raised here, unless it is `error`, which the caller
-        raises.
-        """
+        """Closes the hooks, after `on_error` if the loop raised; the first exception gets later ones as notes."""
         first = error
         calls = [(hook, hook.close) for hook in self._hooks]
         if isinstance(error, Exception):
@@ -299,20 +276,15 @@ def train(
     statistics: StatisticsStep | None = None,
     restore: Callable[[], TrainState] | None = None,
 ) -> TrainState:
-    """Trains from `state.step` to `total_steps`.
+    """Trains from `state.step` to `total_steps`; returns the last state.
 
     Args:
       train_step: runs one step; donates the state.
       batches: batches at the position that belongs to `state`.
       state: the initial state; donated.
-      total_steps: number of the last step; no step is done if `state.step` is not below it.
-      hooks: called in this order.
+      total_steps: number of the last step.
       statistics: the step that also computes statistics of the update; None: no step does.
-      restore: returns the state of the newest checkpoint, or a fresh one if there is none; None: a `RollBackError` ends
-        the loop like other errors.
-
-    Returns:
-      The state after the last step.
+      restore: returns the state to continue from after a `RollBackError`; None: the error ends the loop.
     """
     loop = _Loop(train_step, batches, state, hooks, statistics)
     del state

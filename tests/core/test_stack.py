@@ -58,6 +58,22 @@ def runner(request):
         yield
 
 
+@pytest.fixture(
+    params=[
+        (stack.scan_runner, "full"),
+        (stack.unrolled_runner, "none"),
+        pytest.param((stack.scan_runner, "none"), marks=pytest.mark.slow),
+        pytest.param((stack.unrolled_runner, "full"), marks=pytest.mark.slow),
+    ],
+    ids=["scan, full", "unrolled, none", "scan, none", "unrolled, full"],
+)
+def remat(request):
+    """Runs a test under a runner of one device, and says what to recompute."""
+    runner, remat = request.param
+    with stack.use_runner(runner):
+        yield remat
+
+
 def test_parameters_are_stacked_named_and_different():
     init = network().init
     params = init(KEY, X, SIDE)
@@ -248,8 +264,6 @@ def close(got, want):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got, want)
 
 
-@pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_layer_has_a_tree_as_stream_an_input_of_its_own_and_outputs_stacked_or_summed(remat):
     net = weighted_stack(remat=remat)
     params = net.init(KEY)
@@ -371,8 +385,6 @@ def grouped_by_hand(params):
     return x, {"seen": jnp.stack(every), "sum": sum(jnp.sum(a**2) for a in [*every[1:], x])}
 
 
-@pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("remat", ["none", "full"])
 def test_layers_of_a_group_have_parameters_of_their_own(remat):
     net = grouped(remat)
     params = net.init(KEY, X)
@@ -422,8 +434,6 @@ def after_others_by_hand(params):
     return x, {"seen": jnp.stack(every), "sum": sum(jnp.sum(a**2) for a in [*every[3:], x])}
 
 
-@pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("remat", ["none", "full"])
 def test_first_layers_have_parameters_and_kinds_of_their_own(remat):
     net = after_others(remat)
     params = net.init(KEY, X)
@@ -449,8 +459,6 @@ def handing_over(x, side, *, kind):
     return Layer()(x + side[1], side[0])
 
 
-@pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("remat", ["none", "full"])
 def test_first_layers_hand_over_what_later_layers_read(remat):
     first = stack.First(("first", "first"), hands_over=True)
     stacked = stack.layer_stack(handing_over, LAYERS, pattern=("other",), first=first, remat=remat)
