@@ -136,8 +136,10 @@ class LoadedModel:
           images: image files, placed before the text of the first message.
 
         Raises:
-          UserError: it lacks a vocabulary or chat template, or images do not fit.
+          UserError: there is no message, vocabulary or chat template, or images do not fit.
         """
+        if not messages:
+            raise UserError("a conversation has no messages: expected at least one")
         if self.vocabulary is None:
             raise UserError(f"{self.where} has no {self._lacks}: a conversation needs one")
         if not isinstance(self.vocabulary, FolderTokenizer):
@@ -181,6 +183,8 @@ class LoadedModel:
                 "give the folder of a published vision-language model"
             )
         of_each = [*images] or [()] * len(prompts)
+        if len(of_each) != len(prompts):
+            raise UserError(f"images for {len(of_each)} prompts, and {len(prompts)} prompts: expected as many")
         ids = [
             self.encoded(p, is_chat=is_chat, images=own) if isinstance(p, str) else list(p)
             for p, own in zip(prompts, of_each, strict=True)

@@ -52,7 +52,7 @@ class TextScores:
         A text longer than the model's positions is cut into parts, each with as much context before it as fits.
         """
         prefix, length = self.model.vocabulary.bos_id, self.scorer.max_length
-        parts = [windows(self.encoded(text), prefix=prefix, length=length) for text in texts]
+        parts = [windows(self.encoded(text, with_bos=False), prefix=prefix, length=length) for text in texts]
         found = iter(self.likelihoods([pair for part in parts for pair in part]))
         return [sum(next(found).log_likelihood for _ in part) for part in parts]
 

@@ -329,6 +329,8 @@ class VisionLanguageModel:
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
         own = {field.name: field for field in dataclasses.fields(self) if field.name in _OF_CONNECTOR}
         changed = {name: getattr(self, name) for name, f in own.items() if getattr(self, name) != f.default}
+        if self.selector:
+            found |= {f"selector.{f.name}": getattr(self.selector, f.name) for f in dataclasses.fields(self.selector)}
         return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim, **changed}
 
     def flops_per_token(self, length: int) -> float:

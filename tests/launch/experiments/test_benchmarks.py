@@ -1,5 +1,6 @@
 """Benchmarks of language models: likelihoods and continuations as lm_eval asks for them."""
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -68,6 +69,8 @@ def test_texts_are_scored_in_windows_that_begin_with_the_text(scores, monkeypatc
     ids = [5, 17, 3, 9, 2, 41, 7, 60, 11]
     want = sum(log_probabilities(scores, [80, *ids]))
     assert scores.rolling([words(*ids), ""]) == [pytest.approx(want, rel=1e-5), 0]
+    beginning = text_scores.TextScores(dataclasses.replace(scores.model, begins_with_bos=True))
+    assert beginning.rolling([words(*ids)]) == [pytest.approx(want, rel=1e-5)]  # that id itself has no score
     monkeypatch.setattr(scores.scorer, "max_length", 4)
     parts = [log_probabilities(scores, part) for part in ([80, *ids[:4]], ids[3:8], ids[4:9])]
     want = sum(parts[0]) + sum(parts[1]) + parts[2][-1]

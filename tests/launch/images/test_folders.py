@@ -96,6 +96,14 @@ def test_an_image_for_a_model_of_text_is_refused(capsys):
     assert "reads no images" in refused(capsys, TEXT, "--prompt-ids", "5", "--image", PHOTO)
 
 
+def test_an_empty_conversation_and_images_for_other_prompts_are_errors():
+    model = loaded_model.load(str(HERE / "llava"))
+    with pytest.raises(UserError, match="a conversation has no messages"):
+        model.chat_ids([])
+    with pytest.raises(UserError, match="images for 1 prompts, and 2 prompts"):
+        model.checked([PROMPT] * 2, max_tokens=1, is_chat=False, images=[[PHOTO]])
+
+
 def test_an_image_for_a_run_is_refused():
     model = subjects.model("center")
     spec = image_questions.batch_spec(1, length=32, image_size=16, image_tokens=subjects.CHOSEN, has_kinds=False)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from core import model_settings
 from core.errors import UserError
 from core.parameters import path_name
 from models import lora
@@ -177,6 +178,12 @@ def test_every_method_answers(method):
     number = {"all": subjects.PATCHES, "blind": 0}.get(method, subjects.CHOSEN)
     assert out.extras["chosen"].reshape(2, 2, -1).sum(-1).tolist() == [[number] * 2] * 2
     assert [float(out.metrics[k].weight) for k in ("exact", "exact_what", "exact_where")] == [2, 1, 1]
+
+
+def test_the_settings_of_another_selector_differ():
+    ours, theirs = subjects.model("soft"), subjects.model("gumbel")
+    assert model_settings.differing_settings(theirs, ours) == {"selector.method": ("gumbel", "soft")}
+    assert not model_settings.differing_settings(dataclasses.replace(ours, selector=None), ours)
 
 
 def test_images_of_another_size_and_unknown_parts_are_refused(soft):
