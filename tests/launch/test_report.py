@@ -99,6 +99,7 @@ def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
     assert ["problem" in row for row in refused] == [True, True]
 
 
+@pytest.mark.slow  # parallel/compiled/test_compiling.py has a quick test of a step that does not fit
 @pytest.mark.compiled("v4-8")
 def test_a_strategy_that_does_not_fit_has_a_row_with_its_need(launch):
     choice = "gin/strategies/data_parallel.gin"

@@ -175,6 +175,7 @@ def test_a_run_continues_a_prompt_with_an_image_as_transformers(name, tmp_path):
         assert reference["ids"].tolist() + found.ids == reference["greedy"].tolist()
 
 
+@pytest.mark.slow  # test_folders.py has a quick test that such a run reads no images
 def test_a_selector_is_not_exported_and_does_not_generate(tmp_path, capsys):
     run, folder = started("llava", tmp_path, *SELECTOR)
     assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
