@@ -291,7 +291,8 @@ def plain(
 ) -> jax.Array:
     """Computes the attention from gathered keys and values, [B, T, H, K].
 
-    Args: as in `attend`.
+    Args:
+      q, k, v, segment_ids, scores: as in `attend`.
     """
     length, c = q.shape[1], settings.block
     extra = -length % c

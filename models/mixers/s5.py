@@ -274,7 +274,8 @@ def states_of_rows(
 ) -> tuple[Complex, Complex]:
     """Returns the states of rows, whose positions may be sharded, and the last one.
 
-    Args: as in `scan`; `before` None: empty.
+    Args:
+      before: the state before each row; None: zero.
     """
     before = before or Complex(*(jnp.zeros((a.shape[0], a.shape[2])) for a in inputs))
     continues = jnp.ones(segment_ids.shape[:1], bool) if continues is None else continues

@@ -138,7 +138,9 @@ def tokens(outputs: Outputs, *, vocab_size: int) -> jax.Array:
 def score(outputs: Outputs, labels: jax.Array, *, vocab_size: int, log_probabilities) -> Scores:
     """Returns losses and correctness of each row.
 
-    Args: labels [B, S] that are `core.types.IGNORED` do not count; `vocab_size` is without padding.
+    Args:
+      labels: [B, S]; `core.types.IGNORED` does not count.
+      vocab_size: without padding.
     """
     known = labels != IGNORED  # [B, S]
     count = jnp.sum(known, axis=-1)  # [B]

@@ -162,7 +162,8 @@ def _repeat(update: Callable, value: Any, *, times: jax.Array | None, most: int,
 def attention_block(weights: Block, x: jax.Array, *, theta: float | None, eps: float) -> jax.Array:
     """Applies attention over all positions and a feed-forward layer to x [B, T, D].
 
-    Args: `theta` is the base of the rotary embedding; None: there is none.
+    Args:
+      theta: base of the rotary embedding; None: there is none.
     """
     x = logical.constrain(x, "batch", "residual_length", "embed")
     x = operations.rms_norm(x + _attend(weights, x, theta=theta), -1, eps)

@@ -223,7 +223,9 @@ class AdaptedDecoder:
 
         That is, for every chunk [B, n], the decision `updates` and the summed cross-entropy `losses`.
 
-        Args: `rng` is the key of the gate's draws; `batch` is as for `loss`.
+        Args:
+          rng: the key of the gate's draws.
+          batch: as for `loss`.
         """
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
 

@@ -137,7 +137,8 @@ def interval(
 
     The interval is by the bootstrap over documents, because chunks of one document are alike.
 
-    Args: `ours` and `theirs` are summed losses, [chunks].
+    Args:
+      ours, theirs: summed losses, [chunks].
     """
     _, places = np.unique(chunks.document, return_inverse=True)
     count = int(places.max()) + 1

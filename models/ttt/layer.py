@@ -134,7 +134,8 @@ def multiplications(config: TTTConfig, embed_dim: int) -> tuple[float, float]:
 def empty(config: TTTConfig, weights: Weights, rows: int, *, segments: bool = False) -> State:
     """Returns the state before the first token of rows.
 
-    Args: `segments`: whether rows may have several segments.
+    Args:
+      segments: whether rows may have several segments.
     """
     h, k = weights.norm_scale.shape
     wide = _wide(weights.query.dtype)

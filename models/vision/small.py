@@ -21,7 +21,8 @@ def unit(x: jax.Array) -> jax.Array:
 def dense(name: str, x: jax.Array, width: int, activation: str | None = None) -> jax.Array:
     """Returns x W + b, [..., width].
 
-    Args: `activation` is one of `models.derivatives.ACTIVATIONS`; None: linear.
+    Args:
+      activation: one of `models.derivatives.ACTIVATIONS`; None: linear.
     """
     init = hk.initializers.TruncatedNormal(x.shape[-1] ** -0.5)
     w = logical.param(f"{NAME}_{name}", (x.shape[-1], width), (None, None), init)

@@ -229,7 +229,9 @@ def rotary_2d(side: int, head_dim: int, *, theta: float, length: float) -> rotar
 
     Half of the frequencies are for the row, half for the column.
 
-    Args: `side` patches are along a side; `length` is a factor of every entry.
+    Args:
+      side: patches along a side.
+      length: a factor of every entry.
     """
     place = np.arange(side * side)
     quarter = head_dim // 4

@@ -164,7 +164,9 @@ class TokenRows:
     ) -> None:
         """Cuts documents into rows.
 
-        Args: rows with fewer than `least_tokens` ids are left out; `where` names the documents in errors.
+        Args:
+          least_tokens: rows with fewer ids are left out.
+          where: names the documents in errors.
         """
         self.names = tuple(documents)
         self._ids, self._length, self._bos_id = tuple(documents.values()), length, bos_id

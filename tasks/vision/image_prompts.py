@@ -70,7 +70,9 @@ def of_training(
 ) -> ImagePrompts:
     """Returns the `ImagePrompts` of rows for training, whose images are one frame each.
 
-    Args: `image_size` must be the model's, if given; `image_tokens` None: the model's.
+    Args:
+      image_size: must be the model's, if given.
+      image_tokens: None: the model's.
     """
     if image_size not in (None, images.image_size):
         raise UserError(

@@ -383,7 +383,9 @@ def random_questions(
 ) -> RandomQuestions:
     """Returns a task of random images with questions.
 
-    Args: `length`, positions per row, is at least image_tokens + 2; `num_streams` must divide the batch size.
+    Args:
+      length: positions per row, at least image_tokens + 2.
+      num_streams: divides the batch size.
     """
     if image_tokens + 2 > length:
         raise UserError(
@@ -399,7 +401,8 @@ def batch_spec(
 ) -> dict[str, Field]:
     """Returns the fields of a global batch of questions about images.
 
-    Args: sizes as in `random_questions`; `has_kinds` adds the field `kind`.
+    Args:
+      has_kinds: whether to add the field `kind`.
     """
     pixels = Field((batch_size, image_size, image_size, 3), np.uint8, ("batch", None, None, None))
     found = {
