@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from core import extras
+from core.errors import UserError
 from core.files import bookkeeping, foreign_json, paths
 from core.files.bookkeeping import Appender
 
@@ -223,8 +224,13 @@ class JsonLines:
             self._mirror.close()
 
 
-def require_wandb(project: str) -> None:
-    """Raises UserError if a project is named without the package of Weights & Biases."""
+def require_wandb(project: str, *, run_dir: str) -> None:
+    """Raises UserError if a project of Weights & Biases is named that a run cannot log to."""
+    if project and os.environ.get("WANDB_MODE") == "offline" and paths.is_remote(run_dir):
+        raise UserError(
+            f"WANDB_MODE=offline keeps the records of {project} in the run directory, and {run_dir} is a bucket: unset "
+            "WANDB_MODE, leave out settings.Logging.wandb_project, or choose a run directory on a disk"
+        )
     if project:
         extras.require("wandb", extra="wandb", what=f"settings.Logging.wandb_project = {project!r}")
 
@@ -238,7 +244,7 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, *, run_dir: str):
         """Starts or resumes the run of this run directory."""
-        require_wandb(project)
+        require_wandb(project, run_dir=run_dir)
         import wandb
 
         name = "/".join(pathlib.PurePath(run_dir).parts[-2:])

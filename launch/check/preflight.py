@@ -4,6 +4,7 @@ The layout is checked on the compiler's description of the slice.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -82,7 +83,8 @@ def check(
     config, experiment = built or (None, None)
     if experiment is not None:
         if project := experiment.logging.wandb_project:
-            _attempt("metrics", _passed(f"and in {project}", metrics.require_wandb, project), findings)
+            allowed = functools.partial(metrics.require_wandb, run_dir=run_dir)
+            _attempt("metrics", _passed(f"and in {project}", allowed, project), findings)
         first, *later = experiment.spans()
         bound = _phase(first, findings, smoked=smoked, hosts=hosts)
         if later or experiment.is_one_phase:

@@ -69,7 +69,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
         spans = smoke.shrink_phases(experiment)
     environment.require_named(args.run_dir, slices.get(experiment.slice))
-    metrics.require_wandb(experiment.logging.wandb_project)
+    metrics.require_wandb(experiment.logging.wandb_project, run_dir=run_dir)
     revision = versions.git_revision()
     last_step = min(args.steps or spans[-1].last_step, spans[-1].last_step)
     held: list[RunLock] = []

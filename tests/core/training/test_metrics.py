@@ -189,11 +189,18 @@ def test_weights_and_biases_gets_what_tensorboard_gets_from_host_zero(tmp_path, 
     assert again[1] == begin  # the same run there
 
 
+def test_a_run_in_a_bucket_cannot_be_logged_offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UserError, match="WANDB_MODE=offline keeps the records of renga in the run directory"):
+        metrics.require_wandb("renga", run_dir="gs://bucket/runs/x")
+    metrics.require_wandb("", run_dir="gs://bucket/runs/x")
+
+
 @pytest.mark.covers("O05")
 def test_weights_and_biases_is_never_required():
-    metrics.require_wandb("")
+    metrics.require_wandb("", run_dir="runs/x")
     with pytest.raises(UserError) as refused:
-        metrics.require_wandb("renga")
+        metrics.require_wandb("renga", run_dir="runs/x")
     assert refused.value.args[0].setting == "settings.Logging.wandb_project = 'renga'"
     assert refused.value.args[0].fix == extras.install("wandb")
     with pytest.raises(ValueError, match="needs the package wandb"):
