@@ -60,8 +60,8 @@ class Model(Protocol):
     """A pure model. `init` names the axes of every parameter through `core.logical`.
 
     The task's `spec` describes its batches. A text task has `inputs`, `targets`, `segment_ids`, `positions` [B, T],
-    int32 (segments of a row are numbered from 1, 0 is padding; positions restart in each segment), and `weights` [B,
-    T], float32 (0 excludes a position from the loss). A padding position may have any id. A puzzle task has `inputs`,
+    int32, and `weights` [B, T], float32. Segments of a row are numbered from 1, and 0 is padding, which may have any
+    id. Positions restart in each segment. A weight of 0 excludes a position from the loss. A puzzle task has `inputs`,
     `labels` [B, S] (`IGNORED` is not scored) and `puzzle_ids` [B], int32. In `loss` a batch also has `row_ids` [B],
     int32.
     """

@@ -151,6 +151,9 @@ def adapted(
     Args:
       model: a decoder, such as `@pretrained.model()`, or a model that wraps one.
       rank, alpha, targets, dropout, base_dtype: see `Lora`.
+
+    Raises:
+      UserError: `model` has no field `lora`, or a setting is out of range.
     """
     if wrappers.field_path(model, "lora") is None:
         raise UserError(

@@ -45,10 +45,11 @@ def _next_token(logits: jax.Array, targets: jax.Array, vocab_size: int) -> tuple
 
 
 def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
-    """Returns log(s(x) / sum s(x)), with s(x) = x + 1 for x >= 0 and 1 / (1 - x) for x < 0, in float32.
+    """Returns log(s(x) / sum s(x)) of logits x [..., V], in float32.
 
-    Prieto et al. 2025, eq. 5; [..., V]. Results from entry `vocab_size` on have no meaning. Each branch is computed at
-    0 where the other one is selected; otherwise, at x = 1, the gradient would be NaN.
+    Here s(x) = x + 1 for x >= 0 and 1 / (1 - x) for x < 0 (Prieto et al. 2025, eq. 5). Results from entry `vocab_size`
+    on have no meaning. Each branch is computed at 0 where the other one is selected; otherwise, at x = 1, the gradient
+    would be NaN.
     """
     x = logits.astype(jnp.float32)
     positive = x >= 0

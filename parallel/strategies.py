@@ -3,7 +3,7 @@
 Arguments named after mesh axes are their degrees; -1 takes the remaining chips.
 
 Notation: X[B_f, D] is an array whose batch dimension is sharded over the mesh axis fsdp (f) and whose embed dimension
-is not sharded; d is data, e is expert, s is sequence, t is tensor, p is stage; gather_f, scatter_f and exchange_f are
+is not sharded. Other axes are d data, e expert, s sequence, t tensor, p stage. gather_f, scatter_f and exchange_f are
 an all-gather, a reduce-scatter and an all-to-all over fsdp. B batch, L length, D embed, F mlp, H heads, N key/value
 heads, K head_dim, V vocab, E experts, C tokens per expert, m microbatch.
 """

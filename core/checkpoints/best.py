@@ -28,7 +28,10 @@ class Metric(NamedTuple):
 
 
 def parse(text: str) -> Metric:
-    """Parses `validation/loss` (lowest is best) or `max:validation/accuracy` (highest is best)."""
+    """Parses `validation/loss` (lowest is best) or `max:validation/accuracy` (highest is best).
+
+    Raises UserError for names not below `validation/`.
+    """
     name = text.removeprefix(_HIGHEST)
     if not name.removeprefix(_PREFIX) or not name.startswith(_PREFIX):
         raise UserError(

@@ -33,7 +33,10 @@ class CopyError(RuntimeError):
 
 
 def copy_step(source: paths.Path, target: paths.Path) -> int:
-    """Copies a complete step, replacing an existing copy; returns its size in bytes."""
+    """Copies a complete step, replacing an existing copy; returns its size in bytes.
+
+    Raises CopyError if a copied file differs.
+    """
     if target.exists():
         steps.remove(target)
     files = paths.sizes(source)

@@ -76,7 +76,10 @@ class _Reader:
 
 
 def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
-    """Returns the tensors, with a `Matrix` in place of each FP8 tensor and its scales."""
+    """Returns the tensors, with a `Matrix` in place of each FP8 tensor and its scales.
+
+    Raises UserError if block size or scales are missing or do not fit.
+    """
     block = settings.get(SIZE)
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise UserError(

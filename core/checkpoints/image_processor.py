@@ -94,7 +94,8 @@ class ImageInput:
 def read(folder: paths.Path, usual: str) -> ImageProcessor:
     """Reads how the processor of a published model prepares images.
 
-    `usual` is the `image_processor_type` of a folder that names none.
+    `usual` is the `image_processor_type` of a folder that names none. Raises UserError if the settings are missing,
+    malformed or not supported.
     """
     found = {name: published_files.read_object(folder / name) for name in FILES if (folder / name).exists()}
     inside = found.get(published_files.PROCESSOR, {}).get("image_processor")

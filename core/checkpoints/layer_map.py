@@ -102,6 +102,9 @@ def of(layers: Layers, source: LayerSource, shapes: Any, specs: Specs) -> LayerM
     Args:
       layers: by pattern; the first pattern that matches a path counts.
       shapes, specs: of the parameters to read.
+
+    Raises:
+      UserError: patterns or their layers do not fit the parameters or the source.
     """
     parameters.matches(shapes, list(layers), where="INIT_LAYERS")
     every = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True)

@@ -85,7 +85,10 @@ def _stored(part: Slices) -> Slices:
 
 
 def dequantized(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
-    """Returns the tensors, with `Matrices` in place of each pair of blocks and scales."""
+    """Returns the tensors, with `Matrices` in place of each pair of blocks and scales.
+
+    Raises UserError if scales are missing or do not fit.
+    """
     del settings
     found: dict[str, Stored] = dict(tensors)
     for name, blocks in tensors.items():

@@ -205,7 +205,8 @@ class PublishedFolder:
     def load(self, abstract: Any, specs: Specs, *, progress: Callable[[str, int, int], None] = lambda *_: None) -> Any:
         """Reads this host's shards of the parameters, a tree like `abstract`.
 
-        `progress` is called with a path, its number from 1, and the number of parameters.
+        `progress` is called with a path, its number from 1, and the number of parameters. Raises UserError if the
+        folder does not fit the model.
         """
         lines = self._unknown(abstract) + self._misfits(self._expected(abstract, specs)) + self._differing(abstract)
         if lines:

@@ -85,7 +85,10 @@ def _copies(run_dir: str) -> dict[str, paths.Path]:
 
 
 def weights(text: str) -> paths.Path:
-    """Returns the folder with the weights of a model, downloaded if it is on the hub."""
+    """Returns the folder with the weights of a model, downloaded if it is on the hub.
+
+    Raises UserError for an adapter, or a download that fails or lacks safetensors.
+    """
     folder = _fetched(text, (*WEIGHTS, ADAPTER_CONFIG))
     if adapters := [name for name in (ADAPTER_CONFIG, ADAPTER) if (folder / name).exists()]:
         raise UserError(
@@ -118,7 +121,10 @@ def _listed(text: str) -> list[str]:
 
 
 def is_published(text: str) -> bool:
-    """Returns whether a text names the folder of a published model."""
+    """Returns whether a text names the folder of a published model.
+
+    Raises UserError if a model's folder has no config.json.
+    """
     folder = small_files(text)
     if (folder / CONFIG).exists():
         return True
@@ -226,7 +232,8 @@ def check_name(name: str) -> None:
 def push(folder: paths.Path, name: str) -> str:
     """Uploads a folder to a repository of the Hugging Face Hub; returns its address.
 
-    The repository OWNER/NAME is created (private) if it does not exist.
+    The repository OWNER/NAME is created (private) if it does not exist. Raises UserError if `name` is malformed or the
+    upload fails.
     """
     check_name(name)
     import huggingface_hub

@@ -70,7 +70,8 @@ class Tensor(NamedTuple):
 def tensors(folder: paths.Path) -> Mapping[str, Tensor]:
     """Returns the tensors of a folder by name, from the headers of its files.
 
-    `model.safetensors` wins over an index, and an index over other files.
+    `model.safetensors` wins over an index, and an index over other files. Raises UserError if there are none, two have
+    the same name, or files are damaged.
     """
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)

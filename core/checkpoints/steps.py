@@ -99,7 +99,8 @@ def folders_of(run: str) -> list[paths.Path]:
 def find(text: str) -> paths.Path:
     """Returns the folder of the step RUN@STEP or RUN@best, or of RUN's latest complete step.
 
-    A step with the parameters alone is returned if there is no other of this number.
+    A step with the parameters alone is returned if there is no other of this number. Raises UserError if the text is
+    malformed or there is no such step.
     """
     run, mark, step = text.rpartition("@")
     if mark and run and step == BEST:
@@ -158,7 +159,10 @@ def best_of(run: str) -> int:
 
 
 def select(run_dir: str, *, step: int | None, every: bool) -> list[int]:
-    """Returns the steps to evaluate: all if `every`, else `step` (None: the latest)."""
+    """Returns the steps to evaluate: all if `every`, else `step` (None: the latest).
+
+    Raises UserError if no step is complete, or `step` is not.
+    """
     steps = complete(paths.resolve(run_dir) / FOLDER)
     if not steps:
         raise UserError(
@@ -277,7 +281,12 @@ class Description(NamedTuple):
         return None not in self.streams.values()
 
     def positions(self, found: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Selects the data positions that were saved with this step."""
+        """Selects the data positions that were saved with this step.
+
+        Raises:
+          FileNotFoundError: a position is missing.
+          DamagedError: a position is of another step or stream.
+        """
         if gone := sorted(self.streams.keys() - found.keys()):
             raise FileNotFoundError(f"of {len(self.streams)} positions in the data {', '.join(gone)} are missing")
         own = {name: found[name] for name in self.streams}

@@ -96,6 +96,9 @@ class Checkpoints:
         Args:
           data: positions of the streams that this host owns, by name.
           meta: values that JSON can hold; those of host 0 are stored.
+
+        Raises:
+          RuntimeError: the step is already saved, or the previous save failed.
         """
         reading.require_arrays(state)
         self.wait()
@@ -179,7 +182,8 @@ class Checkpoints:
     def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
         """Restores the newest intact step: its number, state, streams and metadata; None if there are no steps.
 
-        Newer steps that are proven to be damaged are renamed.
+        Newer steps that are proven to be damaged are renamed. Raises RuntimeError if there are steps, but none can be
+        restored.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self._steps()):

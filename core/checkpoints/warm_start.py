@@ -208,7 +208,10 @@ class SavedParameters(ParameterSource):
             require_left_out(self._source, self._described, absent)
 
     def load(self, abstract: Any, specs: Specs, *, progress: Progress) -> Any:
-        """Reads the parameters; floating-point numbers are converted to the dtypes of `abstract`."""
+        """Reads the parameters; floating-point numbers are converted to the dtypes of `abstract`.
+
+        Raises UserError if a parameter is missing, or the step was removed or is damaged.
+        """
         wanted = _by_path(abstract)
         if missing := [path for path in wanted if path not in self._stored]:
             raise UserError(f"{self.describe()} has no parameters {', '.join(missing)}")

@@ -249,9 +249,9 @@ def _hung(seen: Mapping[int, Seen], limits: Limits) -> Verdict | None:
 def behind(places: Mapping[int, Place]) -> list[int]:
     """Returns the hosts that delay the others; all of them if none stands out.
 
-    These are the hosts in an activity without collectives, if others are in another; or else those outside the largest
-    group with the same activity and step, if one is largest; or else, if all are in one activity, those at the earliest
-    step.
+    These are the hosts in an activity without collectives, if others are in another. Otherwise they are those outside
+    the largest group with the same activity and step, if one is largest. Otherwise, if all are in one activity, they
+    are those at the earliest step.
     """
     alone = [i for i, p in places.items() if p.activity in activity.ALONE]
     if alone and len(alone) < len(places):

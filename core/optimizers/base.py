@@ -262,6 +262,9 @@ def from_optax(
       by_layer: whether each layer of a stack is a separate parameter. None: only if the transformation would otherwise
         treat a stack unlike its layers. Set True for transformations that use norms of a whole parameter (`lamb`,
         `lars`).
+
+    Raises:
+      UserError: `transformation` is of another type, or `clip_norm` is out of range.
     """
     if not isinstance(transformation, optax.GradientTransformation):
         raise UserError(

@@ -231,6 +231,9 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
       dense: optimizer of all other parameters; its learning rate is reported.
       learning_rate: schedule of tables.
       weight_decay: of touched rows, at least 0; multiplied by the learning rate of tables.
+
+    Raises:
+      UserError: `dense` averages, `weight_decay` is wrong, or, when bound, no table is trained.
     """
     schedules.check_ranges("with_table", weight_decay=weight_decay)
     if dense.averages is not None:

@@ -80,6 +80,9 @@ def warmup_floor(*, peak: float, warmup_steps: int, total_steps: int, floor: flo
       warmup_steps: at least 0; may exceed `total_steps`.
       total_steps: the step at which the cosine ends.
       floor: the final rate as a fraction of the peak, from 0 to 1.
+
+    Raises:
+      UserError: `peak`, `warmup_steps` or `floor` is out of range.
     """
     check_ranges("warmup_floor", peak=peak)
     if warmup_steps < 0:
@@ -101,6 +104,9 @@ def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Sched
     Args:
       schedules: each is a function of the steps since its boundary; the first, of all steps.
       boundaries: for each schedule but the first, the step at which it begins; ascending, above 0.
+
+    Raises:
+      UserError: `boundaries` has the wrong length or order, or a step below 1.
     """
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted({step for step in boundaries if step > 0}):
         raise UserError(

@@ -142,7 +142,8 @@ class Prefetch:
 def restore(batches: Batches, position: Mapping[str, bytes]) -> None:
     """Moves `batches` to a saved position: restores the snapshot, then drops the batches consumed since.
 
-    `position` is the union of what `Prefetch.position` returned on all hosts.
+    `position` is the union of what `Prefetch.position` returned on all hosts. Raises UserError if it is empty, or
+    streams are at different positions.
     """
     offsets = {name: _OFFSET.unpack_from(value)[0] for name, value in position.items()}
     if not offsets:

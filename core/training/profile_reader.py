@@ -94,7 +94,8 @@ def _number(session: str) -> int:
 def read_session(run_dir: str, session: str | None = None) -> tuple[str, list[HostProfile]]:
     """Returns a session's name and its hosts' profiles.
 
-    If `session` is None, it is the one with the latest steps.
+    If `session` is None, it is the one with the latest steps. Raises UserError if there is no such profile, or it is
+    empty.
     """
     names = sessions(run_dir)
     chosen = session or names[-1]

@@ -26,6 +26,9 @@ def request(
     Args:
       steps: how many steps to trace; exactly one of `steps` and `seconds` is given.
       taken_seconds: how long to wait until the run accepts the request.
+
+    Raises:
+      UserError: arguments are wrong, or no run makes the profile in time.
     """
     if (steps is None) == (seconds is None):
         raise UserError("profile: give either --seconds S or --steps N (such as --seconds 5)")

@@ -60,6 +60,9 @@ def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Litera
     Args:
       batch_size, eval_batches: those of the run's own evaluations.
       rows: a number of rows, or "all"; None: the rows of the run's own evaluations.
+
+    Raises:
+      UserError: `rows` is None and `eval_batches` 0, or "all" of endless data.
     """
     is_pass = can(task, EndsEvaluation)
     ends = is_pass or can(task, SizesEvaluation)
@@ -118,6 +121,9 @@ class Scores:
         Args:
           layout: the rows of each batch that this host supplies.
           data: fingerprint of the data.
+
+        Raises:
+          UserError: there are no held-out rows, or cached hidden states do not fit.
         """
         with activity.enter(activity.RESTORING):
             restored = checkpoints.restore_if_there(step, program.abstract_state)

@@ -72,8 +72,8 @@ def check(
       slice_name: the slice; None: the one in the experiment's file.
       run_dir: the run directory.
       smoked: whether the run is a smoke run, with smallest sizes.
-      hosts: where the hosts will be: "here", on this machine or unknown; "simulated" on this machine; "shipped to", on
-        a TPU to which the workspace is copied; or "dry run", the same without using the network.
+      hosts: where the hosts will be: "here", on this machine or unknown; or "simulated" on this machine. "shipped to":
+        on a TPU to which the workspace is copied; "dry run": the same without using the network.
     """
     findings: list[Finding] = []
     bound = None

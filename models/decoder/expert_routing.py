@@ -3,8 +3,8 @@
     s = softmax(x R) or sigmoid(x R);   y = sum over the k largest s_e of  g_e Expert_e(x);   g = s, or s / sum of the k
 
 Shazeer et al. 2017; Fedus et al. 2022 (the balancing loss); Zoph et al. 2022 (the z loss). As in DeepSeek-V3
-(DeepSeek-AI 2024, section 2.1.2), a correction may be added to s when experts are chosen, and the choice may be limited
-to the groups of experts with the largest sums of their two best scores.
+(DeepSeek-AI 2024, section 2.1.2), a correction may be added to s when experts are chosen. The choice may be limited to
+the groups of experts with the largest sums of their two best scores.
 
 Two forms compute the same function as long as nothing is dropped:
 
@@ -15,7 +15,7 @@ Both run on the tokens of a chip inside a `shard_map`, because XLA's partitioner
 together. Over a mesh axis that shards experts and also rows, tokens are exchanged: with capacity by an all-to-all,
 dropless by gathering tokens and reduce-scattering outputs.
 
-B rows, T positions, D embed, F width of an expert, E experts, k choices of a token, S slots of the experts, C slots of
+B rows, T positions, D embed, F width of an expert, E experts, k choices of a token. S slots of the experts, C slots of
 one expert for a row, n tokens of a chip, G groups of tokens.
 """
 
@@ -438,7 +438,10 @@ def _combined(y: jax.Array, slots: _Slots, gates: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _weighted(parts: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k]; its gradient saves parts in their dtype."""
+    """Returns the sum over k of parts [G, n, k, D] times gates [G, n, k].
+
+    Its gradient saves parts in their dtype.
+    """
     return jnp.sum(parts.astype(jnp.float32) * gates[..., None], axis=2).astype(parts.dtype)
 
 

@@ -244,6 +244,9 @@ def trained(
     Args:
       model: the decoder, or a model that wraps one.
       capacity_factor, load_balance_coef, z_loss: see `Experts`.
+
+    Raises:
+      UserError: `model` has no experts, or a setting is out of range.
     """
     owner = wrappers.field_owner(model, "feed_forward")
     parts = (

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 (Team OLMo 2024, 2025): norms after the parts of a layer, and of all queries and all keys together."""
+"""OLMo 2 and 3 (Team OLMo 2024, 2025): norms after layers' parts, and of all queries and all keys together."""
 
 import dataclasses
 import functools

@@ -35,7 +35,8 @@ _EXPERTS = {
 def decoder(config: Config, *, without_effect: Collection[str] = (), **other: Any) -> dict[str, Any]:
     """Returns the fields of a decoder whose layers have the delta rule or attention, and `other`.
 
-    `without_effect` are keys of the rotary embedding that change nothing.
+    `without_effect` are keys of the rotary embedding that change nothing. Raises UserError if settings are malformed or
+    do not fit together.
     """
     layers, heads = config["num_hidden_layers"], config["linear_num_key_heads"]
     if config["linear_num_value_heads"] % heads:

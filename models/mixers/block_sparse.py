@@ -8,8 +8,8 @@ the keys of blocks j with
 The draws depend on the settings, h and i alone. The splash kernel reads a mask of n x n blocks for each head from
 scalar memory, which limits the length of rows; the plain form gathers the keys of each block of queries.
 
-B batch, T length, H query heads, N key/value heads, G = H / N, K head_dim, c positions and n = T / c blocks of a row, s
-blocks of keys of a block of queries.
+B batch, T length, H query heads, N key/value heads, G = H / N, K head_dim. A row has n = T / c blocks of c positions;
+a block of queries has s blocks of keys.
 """
 
 import dataclasses
@@ -185,6 +185,9 @@ def attend(
       k, v: [B, T, N, K].
       choice: "plain"; "splash"; or "auto": splash on TPUs if its tiles and memory allow, otherwise plain.
       interpret: run the kernel in Pallas's interpreter.
+
+    Raises:
+      UserError: keys travel around a ring, or the sizes do not fit "splash".
     """
     if ring_attention.shards() > 1:
         raise UserError(

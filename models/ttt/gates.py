@@ -280,6 +280,7 @@ def named(name: str, *, budget: float = 2.0) -> Any:
     """Returns the gate that commands call `name`, such as "skip", "random" or "oracle".
 
     `budget` is the mean cost of a chunk, from 1 (every chunk SKIP) to 3 (every chunk UPDATE); not all gates read it.
+    Raises UserError if `name` is unknown or `budget` is out of range.
     """
     check_number(budget, where="gates.budget", least=SKIP_COST, most=UPDATE_COST)
     rate = (budget - SKIP_COST) / (UPDATE_COST - SKIP_COST)

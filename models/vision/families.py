@@ -43,7 +43,10 @@ _CLIP_COLORS = {name.removeprefix("image_"): tuple(colors) for name, colors in C
 
 
 def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) -> dict[str, Any]:
-    """Returns the fields of `VisionTower` that a `config.json` describes."""
+    """Returns the fields of `VisionTower` that a `config.json` describes.
+
+    Raises UserError if a value is malformed or not supported.
+    """
     kind = config.get("model_type")
     if kind not in FAMILIES and kind not in INSIDE:
         raise UserError(

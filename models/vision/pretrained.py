@@ -26,6 +26,9 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
       folder: local, gs:// or hf://OWNER/NAME.
       dtype: compute dtype, `bfloat16` or `float32`.
       **changes: fields of `VisionLanguageModel` or of its decoder to replace.
+
+    Raises:
+      UserError: the folder is malformed or not supported, or a field is unknown.
     """
     files = published_files.small_files(folder)
     config, where = families.read_config(files), str(files / published_files.CONFIG)
@@ -47,7 +50,10 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
 
 
 def image_input(folder: str) -> ImageInput:
-    """Returns how the model of a folder reads images."""
+    """Returns how the model of a folder reads images.
+
+    Raises UserError if its files are incomplete, malformed or not supported.
+    """
     described = model(folder)
     files = published_files.small_files(folder)
     config = families.read_config(files)

@@ -184,7 +184,8 @@ FAMILIES: Mapping[str, Family] = {
 def fields(config: Config, *, where: str = published_files.CONFIG) -> dict[str, Any]:
     """Returns the fields of `VisionLanguageModel` that a `config.json` describes.
 
-    The entries `vision` and `decoder` are mappings of the fields of the tower and of the decoder.
+    The entries `vision` and `decoder` are mappings of the fields of the tower and of the decoder. Raises UserError if a
+    value is malformed or not supported.
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -234,7 +235,10 @@ def _decoder(one: Family, outer: Config, config: Config, where: str) -> dict[str
 
 
 def image_token(config: Config, *, where: str = published_files.CONFIG) -> int:
-    """Returns the id of image tokens, whose embeddings the vectors of an image replace."""
+    """Returns the id of image tokens, whose embeddings the vectors of an image replace.
+
+    Raises UserError if two keys name different ones.
+    """
     usual = FAMILIES[config["model_type"]].keys
     given = {key: config[key] for key in _IMAGE_TOKEN if key in config}
     found = list((given or {key: usual[key] for key in _IMAGE_TOKEN if key in usual}).values())
@@ -298,7 +302,7 @@ def exported(model: Model, folder: str, config: Config) -> tuple[dict[str, Sourc
     """Returns what to write to export a model whose parameters began as those of a published folder.
 
     That is the source of each parameter but the selector's, by path; and the tensors that the model does not read, by
-    name.
+    name. Raises UserError if the model's settings differ from `config`.
     """
     name = published_files.described(folder)
     if lines := differences(model, config, where=f"{name}/{published_files.CONFIG}"):

@@ -98,6 +98,9 @@ class Reader:
           patches: [B, N, D], before they attend to one another.
           words: [B, T, E].
           is_word: [B, T], 1 at the words of the question.
+
+        Raises:
+          UserError: `block` does not divide the side of an image in patches.
         """
         side = math.isqrt(patches.shape[1])
         if side % self.block:

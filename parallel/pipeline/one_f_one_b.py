@@ -1,8 +1,8 @@
 """1F1B and the schedules derived from it: loss and gradients in one pass, with few microbatches in flight.
 
-A tick can have four kinds of work: every stage runs one microbatch forward; the tail (head and loss) runs on the one
-that the last stage has finished; every stage runs one microbatch backward; and every stage computes the gradients of
-its matrices for one microbatch (zero-bubble). For 1F1B:
+A tick can have four kinds of work. Every stage runs one microbatch forward; the tail (head and loss) runs on the one
+that the last stage has finished; every stage runs one microbatch backward. In zero-bubble schedules, every stage also
+computes the gradients of its matrices for one microbatch. For 1F1B:
 
     warm-up     S - 1 ticks   forward
     steady      M ticks       forward, tail, backward

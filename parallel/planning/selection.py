@@ -94,9 +94,9 @@ def rank(judged: JudgedCandidate) -> tuple[bool, float]:
 def order(judged: Sequence[AnyCandidate], *, wanted: int, usable_bytes: float) -> Iterator[AnyCandidate]:
     """Yields the candidates that may fit in the order to compile them, first the experiment as written.
 
-    Others follow as in `judged`, but all after the first `wanted` / 3 with the same strategy, mesh and batch size are
-    moved to the end, and so are pipelines after the first `wanted` / 2. Candidates whose estimate exceeds
-    `usable_bytes` are counted apart.
+    Others follow as in `judged`, but two kinds are moved to the end. These are candidates after the first `wanted` / 3
+    with the same strategy, mesh and batch size, and pipelines after the first `wanted` / 2. Candidates whose estimate
+    exceeds `usable_bytes` are counted apart.
     """
     possible = sorted((one for one in judged if not one.reason), key=lambda one: not one.is_as_written)
     share, of_pipelines = max(1, wanted // _MESHES_IN_FIRST), max(1, wanted // 2)

@@ -1,9 +1,9 @@
 """Runs one untrusted Python program in a confined process; `sandbox.run` runs this module as a script.
 
 The process limits its CPU time and memory. Then it irrevocably gives up opening files other than those of Python, its
-installed packages and the system's libraries (Landlock, `man 7 landlock`), and all system calls that are not on a list
-(seccomp, `man 2 seccomp`). It cannot create a process or a thread, send a signal, open a socket, or create, write,
-rename or remove a file. It can see by `stat` which files exist.
+installed packages and the system's libraries (Landlock, `man 7 landlock`). It also gives up all system calls that are
+not on a list (seccomp, `man 2 seccomp`). It cannot create a process or a thread, send a signal, open a socket, or
+create, write, rename or remove a file. It can see by `stat` which files exist.
 
 stdin has a line of JSON with `code` and the limits, then a token. The process writes READY to stdout before the program
 starts, then the token if it ran to its end, otherwise the name of its error. A program that means to deceive can read

@@ -199,6 +199,9 @@ def code_files(
       exclude: files of evaluation sets; training files that share text with them are left out.
       exclude_words, exclude_characters: as in `tasks.text.decontamination.Excluded`.
       least_tokens: shorter pieces of files are left out.
+
+    Raises:
+      UserError: a pattern or language is wrong, or a number is out of range.
     """
     patterns = (files,) if isinstance(files, str) else tuple(files or ())
     excluded = (exclude,) if isinstance(exclude, str) else tuple(exclude)

@@ -39,7 +39,10 @@ class Problem(NamedTuple):
 
 
 def read(file: str, *, most: int | None = None) -> list[Problem]:
-    """Reads problems from JSON lines with task_id, prompt, test and entry_point: the first `most`, or all if None."""
+    """Reads problems from JSON lines with task_id, prompt, test and entry_point: the first `most`, or all if None.
+
+    Raises UserError if the file is missing, malformed or without problems.
+    """
     path = paths.resolve(file)
     if not path.is_file():
         raise UserError(f"--humaneval {file}: no such file; expected JSON lines in the format of HumanEval")

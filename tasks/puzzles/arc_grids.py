@@ -1,7 +1,7 @@
 """Encodes ARC grids as tokens, and augments puzzles by rotating, mirroring and permuting colors.
 
-A grid of up to 30 x 30 colors 0 to 9 is placed in a frame of 30 x 30 tokens: 0 outside the grid, color + 2 inside, and
-1 (END) in the row below it and the column to its right if the frame has room.
+A grid of up to 30 x 30 colors 0 to 9 is placed in a frame of 30 x 30 tokens. They are 0 outside the grid, color + 2
+inside, and 1 (END) in the row below it and the column to its right if the frame has room.
 
 A variant of a puzzle is an orientation and a permutation of colors. Its name says both:
 

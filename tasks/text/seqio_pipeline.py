@@ -97,8 +97,8 @@ def definition(asked: Asked) -> dict[str, Any]:
     """Returns what a run must know about a task or mixture, as JSON values.
 
     `vocabulary` is described by `seqio_tasks.described`. `tasks` has for each task its mixing `rate`, the number of
-    `shards` by split, the `files` of its source, whether it `draws` random numbers, the outputs that its `metrics`
-    need, and checksums of its `first` examples.
+    `shards` by split, the `files` of its source, and whether it `draws` random numbers. It also has the outputs that
+    its `metrics` need, and checksums of its `first` examples.
 
     Raises UserError if the task cannot be read.
     """

@@ -73,6 +73,9 @@ def of_training(
     Args:
       image_size: must be the model's, if given.
       image_tokens: None: the model's.
+
+    Raises:
+      UserError: `image_size` or `vocabulary` does not fit the model.
     """
     if image_size not in (None, images.image_size):
         raise UserError(
@@ -97,6 +100,9 @@ def row_ids(
     Args:
       vocabulary: has the chat template that formats the texts as a conversation.
       ends: whether the end-of-document id follows an answer whose end the template does not mark.
+
+    Raises:
+      UserError: image tokens are missing, too many, or in the answer.
     """
     asked: list[dict[str, str]] = [{"type": "image"}, {"type": "text", "text": question}]
     said: list[dict[str, str]] = [{"type": "text", "text": answer}]

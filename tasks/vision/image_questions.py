@@ -182,7 +182,7 @@ class ImageQuestions:
         )
 
     def questions(self, split: str) -> tuple[Question, ...]:
-        """Returns the lines of the split "train" or "validation"."""
+        """Returns the lines of the split "train" or "validation". Raises UserError if there are none."""
         if not (found := self._splits[split]):
             raise UserError(
                 f"vision.questions: no question for {split} in {', '.join(self.train_files)}; add lines, or set "
@@ -386,6 +386,9 @@ def random_questions(
     Args:
       length: positions per row, at least image_tokens + 2.
       num_streams: divides the batch size.
+
+    Raises:
+      UserError: `length` is too small.
     """
     if image_tokens + 2 > length:
         raise UserError(

@@ -48,8 +48,8 @@ def as_file(image: Any) -> tuple[bytes, str]:
     """Returns an image as the content of a file, with the ending for its name; raises UnreadableImage.
 
     Args:
-      image: the content of a file, which is not changed; a mapping with `bytes` or `path`, as in datasets of the
-        Hugging Face hub; a path, as text; or a uint8 array, such as [H, W, 3], which becomes PNG.
+      image: the content of a file, or its path as text; a mapping with `bytes` or `path`, as in datasets of the
+        Hugging Face hub; or a uint8 array, such as [H, W, 3]. A file's content is not changed; an array becomes PNG.
     """
     from PIL import Image
 

@@ -40,6 +40,9 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
     Args:
       path, number: the file and the line number; relative image paths start at the file's folder.
       kinds: the kinds that a question may have; (): kinds are not read.
+
+    Raises:
+      UserError: the line is no JSON object, or a value is missing or wrong.
     """
     record, where = documents.json_line(path, number, line), f"{path}:{number}"
     if record is None and not line.strip():

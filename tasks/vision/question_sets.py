@@ -62,7 +62,10 @@ class QuestionSet:
     data_dir: str | None = None
 
     def write(self, directory: str, *, report: Report) -> dict[str, Counts]:
-        """Writes the files, which appear together in `directory`, local or gs://, at the end; returns counts."""
+        """Writes the files, which appear together in `directory`, local or gs://, at the end; returns counts.
+
+        Raises UserError if `split` is empty or equals `validation`, or `data_dir` does not fit.
+        """
         if not self.split or self.split == self.validation:
             raise UserError(
                 f"--split {self.split!r} and --validation {self.validation!r}: expected two different splits, or "
@@ -79,7 +82,7 @@ class QuestionSet:
         return found
 
     def examples(self, split: str) -> Iterator[Mapping[str, Any]]:
-        """Yields the examples of a split."""
+        """Yields the examples of a split. Raises UserError if `data` is malformed."""
         kind, _, name = self.data.partition(":")
         if kind == "hub" and name:
             return iter(self._of_hub(name, split))

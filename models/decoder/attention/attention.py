@@ -223,7 +223,7 @@ def _computed_scores(q: jax.Array, k: jax.Array, scores: Scores) -> jax.Array:
 
 
 def _mixed(scores: jax.Array, visible: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Returns the means [B, T, H, K] of values [B, S, N, K] by the softmax of scores where `visible` [B, T, S]."""
+    """Returns means [B, T, H, K] of values [B, S, N, K] by the softmax of scores where `visible` [B, T, S]."""
     scores = jnp.where(visible[:, None, None], scores, -1e30)
     if sinks is not None:
         scores = jnp.concatenate([scores, _as_scores(sinks, scores)], axis=-1)

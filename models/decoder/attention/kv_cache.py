@@ -21,7 +21,7 @@ class KeysAndValues(NamedTuple):
 def extended(
     k: jax.Array, v: jax.Array, before: KeysAndValues, start: jax.Array, *, window: int | None
 ) -> tuple[KeysAndValues, KeysAndValues]:
-    """Adds keys and values to a KV cache; returns the S entries that new queries may see, [B, N, S, K], and the cache.
+    """Adds keys and values to a KV cache; returns the S entries for new queries, [B, N, S, K], and the cache.
 
     Args:
       k, v: [B, T, N, K], of T new slots.

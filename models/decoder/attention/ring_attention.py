@@ -78,7 +78,10 @@ def _chunks(count: int) -> list[int]:
 
 
 def arrange(x: jax.Array, *names: str | None, back: bool = False) -> jax.Array:
-    """Returns x [B, T, ...] in the order of the ring, or with `back` in that of the row; unchanged without a ring."""
+    """Returns x [B, T, ...] in the order of the ring, or with `back` in that of the row.
+
+    Without a ring, x is unchanged. Raises UserError if the ring does not fit its positions.
+    """
     count = shards()
     if count == 1:
         return x

@@ -101,7 +101,7 @@ def _hint(config: Config) -> str:
 
 
 def read_config(folder: paths.Path) -> dict[str, Any]:
-    """Reads the `config.json` of a folder."""
+    """Reads the `config.json` of a folder. Raises UserError if it is missing or malformed."""
     file = folder / CONFIG
     if not file.exists():
         raise UserError(

@@ -181,14 +181,17 @@ def _check_heads(config: Config) -> None:
 
 
 def without_windows(config: Config, **other: Any) -> dict[str, Any]:
-    """Returns the fields as `llama`, for a family without `sliding_attention`."""
+    """Returns the fields as `llama`, for a family without `sliding_attention`. Raises UserError if a layer has it."""
     if SLIDING in (layer_types(config) or ()):
         raise UserError("layer_types has sliding_attention, which is not supported in this family")
     return llama(config, **other)
 
 
 def layer_types(config: Config, known: Sequence[str] = LAYER_TYPES) -> list[str] | None:
-    """Returns the type of each layer, as `layer_types` has it; None if the file leaves it out."""
+    """Returns the type of each layer, as `layer_types` has it; None if the file leaves it out.
+
+    Raises UserError if types are malformed, unknown or not one for each layer.
+    """
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if types is None:
         return None
@@ -209,6 +212,9 @@ def attention_of_types(
     Args:
       usual: the attention of layers without a window; None: the default attention.
       local_theta: rotary base of layers with a window; None: the decoder's.
+
+    Raises:
+      UserError: layers have a window, but the configuration has no size for it.
     """
     usual = usual or Attention()
     if SLIDING not in types:

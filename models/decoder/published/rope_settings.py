@@ -53,7 +53,10 @@ def of_all_layers(config: Config) -> Rope:
 
 
 def of_scores(config: Config) -> float:
-    """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none."""
+    """Returns `mscale_all_dim` of the scaling, by which latent attention sharpens its scores; 0 if there is none.
+
+    Raises UserError if a setting is malformed or not supported.
+    """
     parameters, scaling = (_settings(config, key) for key in ("rope_parameters", "rope_scaling"))
     rope = scaling or parameters
     found = rope.get("mscale_all_dim") or 0.0
@@ -68,7 +71,8 @@ def of_scores(config: Config) -> float:
 def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple[float, Config]:
     """Returns the fraction of a head's dimensions that is rotated, and the configuration without this setting.
 
-    `usual` is the fraction if there is none; `others` are further keys to leave out.
+    `usual` is the fraction if there is none; `others` are further keys to leave out. Raises UserError if the fraction
+    is malformed or does not fit the size of a head.
     """
     found = {key: _settings(config, key) for key in ("rope_scaling", "rope_parameters")}
     fraction: Any = (found["rope_scaling"] or found["rope_parameters"]).get(PARTIAL, usual)
@@ -87,7 +91,10 @@ def partial(config: Config, usual: float, others: Collection[str] = ()) -> tuple
 
 
 def of_each_type(config: Config) -> tuple[Rope, float]:
-    """Returns the rotary embedding of layers with full attention, and the base of those with a window."""
+    """Returns the rotary embedding of layers with full attention, and the base of those with a window.
+
+    Raises UserError if a setting is unknown, malformed or not supported.
+    """
     found = _settings(config, "rope_parameters")
     if other := sorted(found.keys() - set(LAYER_TYPES)):
         raise UserError(
