@@ -285,7 +285,7 @@ class Experiment:
             )
 
     def bind(self, devices: Sequence[jax.Device]) -> Program:
-        """Lays the experiment out on devices.
+        """Lays the experiment out on devices; of an experiment in phases, the first.
 
         Raises:
           UserError: model, batch, strategy and slice do not fit.

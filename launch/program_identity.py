@@ -1,6 +1,6 @@
 """Identities of training programs, to look up records of compilations and predictions.
 
-They leave out settings that do not change the program, such as paths to data.
+They leave out, for example, paths to data; `fingerprint` also leaves out learning rates.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def _field(field: Field) -> tuple[Any, ...]:
 
 
 def optimizer_text(settings: Settings) -> str:
-    """Returns, in one line, the gin statements that make the optimizer."""
+    """Returns the optimizer's gin statements in one line, without those of schedules in a scope."""
     direct = _optimizer(settings)
     used = {leaf.name for binding in direct for leaf in leaves(binding.value) if isinstance(leaf, Macro)}
     return "; ".join(str(b) for b in settings.bindings if b in direct or (b.is_macro and b.name in used))

@@ -1,6 +1,6 @@
 """Norms, activations, gates, embedding and unembedding, with derivatives that are tuned for the TPU compiler.
 
-Optimization barriers make XLA compute a gradient once that several matrix products read.
+Optimization barriers make XLA compute only once a gradient that several matrix products read.
 
 B batch, T length, D embed, V vocab.
 """

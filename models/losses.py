@@ -61,7 +61,7 @@ def log_stablemax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
 
 
 def log_softmax(logits: jax.Array, *, vocab_size: int) -> jax.Array:
-    """Returns log softmax; arguments as in `log_stablemax`."""
+    """Returns log softmax over the first `vocab_size` entries, in float32, [..., V]."""
     exists = jnp.arange(logits.shape[-1]) < vocab_size
     return jax.nn.log_softmax(jnp.where(exists, logits.astype(jnp.float32), -1e30), axis=-1)
 

@@ -15,7 +15,7 @@ from core.stack import Kind, Layer, LayerFn, Outputs, Stream
 
 
 class Weights(NamedTuple):
-    """The differentiable inputs of a layer: its parameters, and the floating-point arrays of `layer_in`."""
+    """What is differentiated of a `Layer`: its parameters, and the floating-point arrays of its `inputs`."""
 
     params: Any
     inputs: list

@@ -1,6 +1,6 @@
 """Compares the steps of a run with what was predicted from its compiled program.
 
-A prediction is the time of a step, with an interval from the errors of published steps, and the peak HBM.
+A prediction is the time of a step, with an interval from errors for published steps, and the peak HBM.
 """
 
 from collections.abc import Callable, Mapping

@@ -100,7 +100,7 @@ class Source:
     def write(self, tensor: np.ndarray, values: np.ndarray, sizes: Mapping[str, int]) -> None:
         """Writes a parameter, or its part for one layer, into `tensor`, an array of `shape(sizes)`.
 
-        The axes of `values` are in the order of `sizes`; further entries are left out.
+        The axes of `values` are in the order of `sizes`; entries beyond a size are left out.
         """
         values = values[tuple(slice(0, size) for size in sizes.values())]
         tokens = [token for group in self._groups for token in group]

@@ -32,7 +32,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 def resolve(text: str | os.PathLike[str]) -> epath.Path:
     """Converts text to an absolute path, local (with `~` expanded) or gs://.
 
-    Raises UserError if it is empty or malformed, or the working directory is gone.
+    Raises UserError if it is empty or malformed, or a user or the working directory does not exist.
     """
     text = os.fspath(text)
     if not text.strip():
@@ -41,6 +41,8 @@ def resolve(text: str | os.PathLike[str]) -> epath.Path:
         return _resolve_remote(text, scheme=scheme.group(1))
     try:
         return epath.Path(os.path.abspath(pathlib.Path(text).expanduser()))  # noqa: PTH100 (keeps symlinks as typed)
+    except RuntimeError as error:
+        raise UserError(f"the path {text!r} names the home directory of a user who does not exist") from error
     except FileNotFoundError as error:
         raise UserError(
             f"the path {text!r} is relative, and the working directory no longer exists; "
@@ -77,9 +79,10 @@ def require_writable(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def check_writable(directory: str | os.PathLike[str]) -> epath.Path:
-    """Checks that a folder could be written, without creating it; returns its absolute path.
+    """Returns a folder's absolute path; raises UserError if files cannot be written there.
 
-    A small file is written and removed there, or in the nearest existing parent of a local folder.
+    The folder is not created. A small file is written and removed there, or in the nearest existing parent of a local
+    folder.
     """
     folder = resolve(directory)
     _probe(folder, lambda: folder if is_remote(folder) else _nearest(folder))

@@ -117,7 +117,7 @@ def judge(seen: Mapping[int, Seen], *, limits: Limits, now: float) -> Verdict | 
 
 
 def overdue(seen: Mapping[int, Seen], *, limits: Limits) -> Verdict | None:
-    """Returns the verdict on hosts that exceed a time limit; None if no host does."""
+    """Returns the verdict on hosts that are silent, or delay others, for too long; None if none is."""
     return _apart(seen, limits) or _silent(seen, limits) or _hung(seen, limits)
 
 

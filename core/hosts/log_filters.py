@@ -68,7 +68,7 @@ class Held:
 
 @contextlib.contextmanager
 def holding_stderr() -> Iterator[Held]:
-    """Context that holds back what is written to stderr, including by C++."""
+    """Context that moves what is written to stderr, also by C++, to `Held.content`."""
     held = Held()
     sys.stderr.flush()
     terminal = os.dup(2)

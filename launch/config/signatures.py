@@ -59,7 +59,7 @@ class Constructor:
 
     @cached_property
     def returns(self) -> Any:
-        """The type of a call's result."""
+        """The type of a call's result, or UNKNOWN."""
         return self.target if inspect.isclass(self.target) else self._evaluated(self._signature.return_annotation)
 
     @cached_property

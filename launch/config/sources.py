@@ -239,7 +239,7 @@ def parse(text: str) -> list[Statement]:
 
 
 def imported(module: str, symbol: str, *, at: ImportStatement | None = None) -> ImportStatement:
-    """Returns the statement that imports a module, named as in the workspace, as `symbol`."""
+    """Returns an import of `module`, in its workspace name, as `symbol`, located at `at`."""
     alias = None if module.rpartition(".")[2] == symbol else symbol
     location = at.location if at else config_parser.Location(None, 0, None, "")
     return ImportStatement(_installed_name(module), "." in module, alias, location)

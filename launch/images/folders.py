@@ -147,7 +147,7 @@ def load(
 def seeing(model: LoadedModel, task: Any) -> LoadedModel:
     """Returns the decoder of a run, with a `FolderSight` that makes vectors of images.
 
-    Returns `model` itself if `task` is not one of questions about images, or the model has a selector of patches.
+    Returns `model` itself if `task` has no `prompts` for images, or the model has a selector of patches.
     """
     whole: Any = model.model
     if not isinstance(task, ImageQuestions) or task.prompts is None or whole.selector is not None:

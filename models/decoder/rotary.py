@@ -217,7 +217,7 @@ def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
 
 
 def apply(x: jax.Array, turned_by: RotaryTables) -> jax.Array:
-    """Rotates the first dimensions of x [B, T, heads, K], as many as the tables have."""
+    """Rotates x[..., :W] of x [B, T, heads, K], where W is the last dimension of the tables."""
     width = turned_by.cos.shape[-1]
     if width == x.shape[-1]:
         return _turn(x, *turned_by)

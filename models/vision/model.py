@@ -327,11 +327,10 @@ class VisionLanguageModel:
     def settings(self) -> dict[str, Any]:
         """Returns settings on which results depend, by name."""
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
-        own = {field.name: field for field in dataclasses.fields(self) if field.name in _OF_CONNECTOR}
-        changed = {name: getattr(self, name) for name, f in own.items() if getattr(self, name) != f.default}
+        found |= {name: getattr(self, name) for name in ("connector_dim", *_OF_CONNECTOR)}
         if self.selector:
             found |= {f"selector.{f.name}": getattr(self.selector, f.name) for f in dataclasses.fields(self.selector)}
-        return {**self.decoder.settings(), **found, "connector_dim": self.connector_dim, **changed}
+        return {**self.decoder.settings(), **found}
 
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per position of rows of `length` positions with one image.

@@ -120,7 +120,7 @@ def _idefics3(config: Config, tower: Config, width: int) -> dict[str, Any]:
 
 
 def _rounded_places(side: int, block: int) -> np.ndarray:
-    """Returns the position that transformers gives each patch of a side; torch computes `block` edges together."""
+    """Returns the index that transformers gives each patch of a side, if torch.arange vectorizes by `block`."""
     step = 1 / side
     edge = np.arange(math.ceil((1 - step) / step))
     first = (step + step * (edge // block * block)).astype(np.float32)

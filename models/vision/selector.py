@@ -4,12 +4,13 @@
     w = 3 softmax(MLP(statistics of the maps, question))
 
 A map has one number for each patch, and z standardizes it over an image. Entropy and edges are those of
-`texture_maps`; relevance is learned, from patch and question.
+`texture_maps`; relevance is learned, from patch and question. With `Reader.points`, `Reader.pointed` of this sum is the
+score.
 
 A hard choice of K patches has no gradient. Three estimators give one:
 
     straight_through  the K best; their keys have the bias log p - stop_gradient(log p), with p = softmax(score / t)
-    gumbel            the same, of scores with Gumbel noise in training (Kool et al. 2019)
+    gumbel            the same p, but the K best of scores with Gumbel noise in training (Kool et al. 2019)
     soft              all patches, with a bias of the keys log sigmoid((score - threshold) / t); the threshold is
                       between the K-th and the next score. Evaluation hides all but the K best. With slots for only K
                       patches, it is straight_through until t is at its last value; then scores have no gradient.

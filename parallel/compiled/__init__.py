@@ -1,1 +1,1 @@
-"""Compiles programs for a slice, and reads their memory, traffic and costs from the HLO."""
+"""Compiles programs for a slice, and reads memory, traffic and costs from the results."""

@@ -113,7 +113,7 @@ class Weights:
                     self._by_shape.setdefault(form, row.path)
 
     def path_of(self, dims: Sequence[int]) -> str | None:
-        """Returns the path of a parameter with this shape, or None."""
+        """Returns the path of a parameter with this shape; None for vectors, or if there is none."""
         return next((path for form in _forms(dims) if (path := self._by_shape.get(form))), None)
 
 

@@ -227,7 +227,8 @@ class Rounds(NamedTuple):
 class OneFOneB(Schedule):
     """Starts the backward pass of a microbatch as soon as its forward pass ends.
 
-    Narayanan et al. 2019 (PipeDream-flush, "1F1B"), in lockstep. The head and the loss must be the stack's tail.
+    Narayanan et al. 2020 (arXiv 2006.09503, PipeDream-Flush), in lockstep. For gradients, the head and the loss must be
+    a `core.stack.Tail`.
     """
 
     name = "1F1B"

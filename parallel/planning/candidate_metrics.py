@@ -22,7 +22,7 @@ class CandidateMetrics:
       flops: FLOPs of the model in a step, without recomputation; None if unknown.
       bubble: idle share of a pipeline's time, 0 to 1.
       compile_seconds: None if the metrics are from arithmetic.
-      is_as_written: whether the candidate is the experiment as written.
+      rows, tokens: of a step; `steps` is of the run.
     """
 
     slice: Slice

@@ -93,7 +93,7 @@ def sources_digest() -> str:
 def record_key(text: str, *, sources: str = "") -> str:
     """Returns the key of a record, for the installed versions of jax, jaxlib and libtpu.
 
-    `text` is the program's identity; `sources` is empty for committed records.
+    `text` is the program's identity; `sources` is `sources_digest()`, or "" for committed records.
     """
     installed = json.dumps(versions.installed(versions.COMPILER), sort_keys=True)
     return hashlib.sha256("\n".join([str(_FORMAT), text, installed, sources]).encode()).hexdigest()[:24]

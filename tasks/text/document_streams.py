@@ -70,7 +70,7 @@ class DocumentSource(Corpus):
     """A `documents.Corpus` whose documents are read part by part, or from a token cache."""
 
     def parts(self, split: str, num_streams: int) -> Parts:
-        """Returns the parts of a split."""
+        """Returns a split's parts; they are shared if there are fewer than `num_streams`."""
         raise NotImplementedError
 
     def named_files(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class Vocabulary(Protocol):
         """A hexadecimal hash of the vocabulary."""
 
     def encode(self, text: str) -> list[int]:
-        """Converts text to ids, without an end-of-document id."""
+        """Converts text to ids; adds no begin-of-text or end-of-document id."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Converts ids to text, up to the first end-of-document id."""

@@ -22,7 +22,7 @@ from tasks.text.ids import Vocabulary
 class Mixture(Corpus):
     """A `documents.Corpus` of several sources; weights are shares of rows, not of documents.
 
-    `vocabularies` has the vocabulary of each source if `problems` compares them; otherwise it is ().
+    `vocabularies` has one for each source, which `problems` compares; (): they were compared before.
     """
 
     sources: tuple[DocumentSource, ...]

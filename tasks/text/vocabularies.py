@@ -123,7 +123,8 @@ def tokenizer(folder: str) -> Vocabulary:
 def named(name: str | None) -> Vocabulary:
     """Returns a vocabulary by its name.
 
-    `name` is `bytes`, a SentencePiece model (.model), or the folder of a published model.
+    `name` is `bytes`, a SentencePiece model (.model), or the folder of a published model. With None, `problems` of the
+    result says that VOCABULARY is not set.
     """
     if name == "bytes":
         return bytes()

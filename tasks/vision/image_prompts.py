@@ -36,7 +36,7 @@ class ImagePrompts:
     token: str
 
     def prepared(self, content: bytes) -> Frames:
-        """Returns the image in the content of a file, as the model reads it."""
+        """Returns a file's image as the model reads it; raises UnreadableImage."""
         return prepared.prepare(content, self.input.processor)
 
     def parts(self, text: str) -> list[str]:
