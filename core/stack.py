@@ -339,15 +339,17 @@ def layer_stack(
     first: First | None = None,
     undivided: str = "",
 ) -> Callable[..., Any]:
-    """Stacks `num_layers` copies of a Haiku block, each with its own parameters, inside `hk.transform`.
+    """Stacks `num_layers` copies of a Haiku block; call the result inside `hk.transform`.
 
     Args:
       block: a Haiku function `(x, side) -> x` with leaves [B, ...] that keep their shapes; `(x, side, entry)` with
-        `layer_in`; returns `(x, out)` with `outputs`; takes `kind=` with `pattern`.
+        `layer_in`; returns `(x, out)` with `outputs`; takes `kind=` with `pattern`. It may call `hk.next_rng_key()`:
+        each layer has its own key, equal under every runner.
       num_layers: L, with the layers of `first`.
       name: module name of the stacked parameters.
       remat: what the backward pass recomputes: "none" (at most sharding constraints), "dots" (all but matrix products
         without batch dimensions), "full", or all but the values with these checkpoint names or of an `OnHost`.
+      tail: runs after the last layer; None: none.
       outputs: "stacked", "summed" or a tree of these, such as `{"cache": "stacked"}`; None: x alone.
       pattern: hashable kinds of successive layers, repeated; None: all layers are equal.
       group: number of successive layers, with parameters in different modules, that runners treat as one.

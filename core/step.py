@@ -116,7 +116,8 @@ def train_step(
       seed: random bits are keyed by (seed, step), and by global row if the model uses `row_ids`.
       accum_steps: microbatches per step; above 1, the model may not have a carry.
       sum_gradients: adds gradients over microbatches.
-      skip_non_finite: whether a non-finite loss or gradient norm leaves all but the step unchanged.
+      skip_non_finite: whether a non-finite loss or gradient norm leaves all but the step unchanged, and the metric
+        `skipped_updates` is 1; learning rates count applied updates.
       with_statistics: whether `UpdateStatistics` are a metric.
     """
 

@@ -89,7 +89,8 @@ class DataLayout(NamedTuple):
 
     Attributes:
       batch_size: rows of the global batch.
-      rows: rows of this host, ascending; several hosts may have the same row.
+      rows: rows of this host, ascending, often strided (host 0 of v4-32: 0, 4, 8, 12); several hosts may have the same
+        row.
       owned_rows: those of `rows` that no lower-numbered host has.
     """
 
@@ -152,7 +153,7 @@ class Task(Protocol):
         """Returns one line for the run summary."""
 
     def fingerprint(self) -> str:
-        """Returns a fingerprint of the data; compare two with `core.batches.is_same_data`."""
+        """Returns a hash, equal on all hosts that read the same data; `core.batches.is_same_data` compares two."""
 
 
 # Optional abilities of models, tested with `can`.
@@ -278,7 +279,7 @@ class ListsSettings(Protocol):
     """
 
     def settings(self) -> Mapping[str, Any]:
-        """Returns the settings that change results by more than rounding."""
+        """Returns the settings that change results by more than rounding, by name, also those with their defaults."""
 
 
 class CountsFlops(Protocol):

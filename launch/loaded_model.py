@@ -109,15 +109,15 @@ class LoadedModel:
         return Generator(self.program, self.params)
 
     def encoded(self, text: str, *, is_chat: bool = False, images: Images = ()) -> list[int]:
-        """Converts a prompt to ids.
+        """Converts a prompt to ids, with the begin-of-text id if the model's texts begin with one or it is empty.
 
         Args:
           text: the prompt.
           is_chat: whether to format it by the chat template, as a user's message.
-          images: image files, in the order of the image tokens.
+          images: image files, in the order of the image tokens; ignored by a model of text.
 
         Raises:
-          UserError: it lacks a vocabulary or chat template, or images do not fit.
+          UserError: there is no vocabulary or chat template, or images do not fit.
         """
         if is_chat:
             return self.chat_ids([{"role": "user", "content": text}], images=images)
@@ -129,7 +129,7 @@ class LoadedModel:
         return with_bos(ids, self.vocabulary) if self.begins_with_bos or not ids else ids
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]], *, images: Images = ()) -> list[int]:
-        """Formats a conversation by the chat template, and converts it to ids.
+        """Formats a conversation by the chat template, up to the beginning of the answer, and converts it to ids.
 
         Args:
           messages: at least one message, with the keys `role` and `content`.
@@ -184,7 +184,10 @@ class LoadedModel:
             )
         of_each = [*images] or [()] * len(prompts)
         if len(of_each) != len(prompts):
-            raise UserError(f"images for {len(of_each)} prompts, and {len(prompts)} prompts: expected as many")
+            raise UserError(
+                f"images has {len(of_each)} entries for {len(prompts)} prompts: expected one for each prompt; () for a "
+                "prompt without images"
+            )
         ids = [
             self.encoded(p, is_chat=is_chat, images=own) if isinstance(p, str) else list(p)
             for p, own in zip(prompts, of_each, strict=True)
@@ -278,6 +281,8 @@ def image_content(file: str) -> bytes:
 
 def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
     """Selects JAX's platform. Must be called before the process uses a device.
+
+    Without a slice, it is the CPU on a machine without TPU chips, also if it has GPUs, unless JAX_PLATFORMS is set.
 
     Args:
       slice_name: name of the slice; None: one chip.

@@ -102,7 +102,7 @@ def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsSt
         return train_step, statistics
     compiled: TrainStep = train_step
     with activity.enter(activity.COMPILING):
-        if statistics:
+        if statistics:  # compiled later, it would look like a step that hangs
             program = run.program.lower_train_step(with_statistics=True).compile()
             statistics = statistics._replace(run=compilation.OnceCompiled(program, named_by=train_step))
         if run.host.count > 1:  # calling the jitted function would compile it again

@@ -81,7 +81,7 @@ class StreamBatches(Batches):
       spec: fields of the global batch.
       num_streams: number of streams of the whole input.
       open_stream: opens one stream at its start.
-      identity: JSON values on which the data depends, saved with every position.
+      identity: JSON values on which the data depends; a position saved with others is not restored.
 
     Raises:
       UserError: the streams do not divide the batch, or the layout is invalid.

@@ -67,7 +67,7 @@ def is_complete(folder: paths.Path) -> bool:
 
 
 def folder_of(run: str) -> paths.Path:
-    """Returns the folder of a run's checkpoints; UserError if there is none.
+    """Returns the folder of a run's checkpoints. Raises UserError if there is none.
 
     RUN/checkpoints and RUN/params are returned as they are.
     """
@@ -147,7 +147,7 @@ def described_steps(directory: paths.Path) -> dict[int, dict[str, Any]]:
 
 
 def best_of(run: str) -> int:
-    """Returns the step that RUN@best names; UserError if there is none."""
+    """Returns the step that RUN@best names. Raises UserError if there is none."""
     folder = folder_of(run)
     if (found := find_best(folder)) is not None:
         return found.step

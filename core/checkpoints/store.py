@@ -56,8 +56,10 @@ class Checkpoints:
           directory: local or gs://, shared by all hosts.
           keep: number of latest steps to keep.
           keep_params: the same for steps with parameters alone; None: none can be saved.
-          timeout_seconds: time limit of a save or a restore; None: depends on the bytes per host.
-          read_only: False: the folder is created, and what interrupted saves left is removed.
+          timeout_seconds: time limit of a save or a restore, after which the heartbeat ends the run; None: depends on
+            the bytes per host.
+          read_only: whether to leave the folder as it is; otherwise it is created, and what interrupted saves left is
+            removed.
           origin: reads parameters that steps leave out; None: such a step cannot be restored.
           keep_best: also keep the best step by this metric (`best.parse`); "": only the latest.
         """

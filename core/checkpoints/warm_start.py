@@ -71,7 +71,7 @@ class Origin(NamedTuple):
     specs: Specs
 
     def read(self, source: ParameterSource, described: Description, abstract_state: Any) -> dict[str, jax.Array]:
-        """Returns the arrays that a step leaves out, by name; UserError if their fingerprints differ."""
+        """Returns the arrays that a step leaves out, by name. Raises UserError if their fingerprints differ."""
         return read_left_out(source, described, left_out_of(described, abstract_state, self.specs))
 
 
@@ -99,7 +99,7 @@ def require_left_out(
 def read_left_out(
     source: ParameterSource, described: Description, wanted: Mapping[str, tuple[Any, ParamSpec]]
 ) -> dict[str, jax.Array]:
-    """Reads arrays that a step leaves out; UserError if their fingerprints differ.
+    """Reads arrays that a step leaves out. Raises UserError if their fingerprints differ.
 
     `wanted` has, by name, a struct with sharding, and a spec.
     """

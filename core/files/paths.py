@@ -42,7 +42,9 @@ def resolve(text: str | os.PathLike[str]) -> epath.Path:
     try:
         return epath.Path(os.path.abspath(pathlib.Path(text).expanduser()))  # noqa: PTH100 (keeps symlinks as typed)
     except RuntimeError as error:
-        raise UserError(f"the path {text!r} names the home directory of a user who does not exist") from error
+        raise UserError(
+            f"the path {text!r} begins with a home directory that this machine does not know; give an absolute path"
+        ) from error
     except FileNotFoundError as error:
         raise UserError(
             f"the path {text!r} is relative, and the working directory no longer exists; "

@@ -377,7 +377,7 @@ def _sees(file, nonce: str) -> bool:
 
 
 def interrupt() -> None:
-    """Makes `preempted` return True on all hosts soon, because of Ctrl-C on this one."""
+    """Makes `preempted` return True on all hosts soon, because of Ctrl-C on this one; from any thread."""
     post(f"{_INTERRUPTED}/{process_index()}", "Ctrl-C")
     if _joined in (None, _ALONE):
         _sigterm_received.set()

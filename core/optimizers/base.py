@@ -57,7 +57,7 @@ class Optimizer:
     specs: Specs | None = None
 
     def bound(self, specs: Specs) -> Optimizer:
-        """Returns the optimizer for parameters with these specs; UserError if it does not fit them."""
+        """Returns the optimizer for parameters with these specs. Raises UserError if it does not fit them."""
         if not any(spec.trainable for spec in jax.tree.leaves(specs)):
             raise UserError(f"all parameters are frozen ({', '.join(parameters.names(specs))}): leave some to train")
         bound = dataclasses.replace(self, specs=specs)
@@ -261,7 +261,7 @@ def from_optax(
       clip_norm: largest global norm of the gradient, above 0; None: no clipping is added.
       by_layer: whether each layer of a stack is a separate parameter. None: only if the transformation would otherwise
         treat a stack unlike its layers. Set True for transformations that use norms of a whole parameter (`lamb`,
-        `lars`).
+        `lars`); not for those that combine all parameters (`prodigy`). False: never.
 
     Raises:
       UserError: `transformation` is of another type, or `clip_norm` is out of range.
@@ -291,7 +291,7 @@ def as_optimizer(given: Optimizer | Transformation) -> Optimizer:
 
 
 def _checked(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns the transformation with an `init` that first traces an update; UserError if that fails."""
+    """Returns the transformation with an `init` that first traces an update, and raises UserError if that fails."""
     rule = optax.with_extra_args_support(transformation)
 
     def init(params: Params) -> Any:

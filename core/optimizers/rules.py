@@ -66,8 +66,8 @@ def adafactor(
 def lion(*, b1: float = 0.9, b2: float = 0.99) -> Rule:
     """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated momentum.
 
-    It needs a smaller learning rate and a larger weight decay than `adamw`. Shared arguments:
-    `core.optimizers.base.trained_by`.
+    It needs a learning rate three to ten times smaller than `adamw`, and a weight decay three to ten times larger.
+    Shared arguments: `core.optimizers.base.trained_by`.
 
     Args:
       b1: weight of the momentum in the update, from 0 to below 1.

@@ -1,7 +1,7 @@
 """Writes the metrics of a run as TensorBoard events and JSON lines, and to Weights & Biases; reads them back.
 
-Files for a gs:// run directory are written to a local folder and copied now and then, because a bucket does not support
-appending.
+Files for a gs:// run directory are written to a local folder and copied at most every 30 s and at `close`, because a
+bucket does not support appending. A full disk or an unreachable bucket delays writes and does not end the run.
 """
 
 import dataclasses
@@ -111,7 +111,8 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
     """Opens TensorBoard, JSON lines and, if configured, Weights & Biases on host 0.
 
     Args:
-      first_step: step of the checkpoint from which the run resumes; 0: it starts.
+      first_step: step of the checkpoint from which the run resumes; 0: it starts. Of repeated steps, TensorBoard and
+        `read` show the later records, Weights & Biases the earlier.
       wandb_project: a project of Weights & Biases; "": do not use it.
     """
     if not is_host_zero:
@@ -178,7 +179,7 @@ class TensorBoard:
 
 
 class _EventFiles:
-    """Makes tensorboardX write through `Appender`: on a full disk its own thread would die."""
+    """Makes tensorboardX write through `Appender`: on a full disk its own thread would die and block training."""
 
     PREFIX = "appender"
 
@@ -226,10 +227,10 @@ class JsonLines:
 
 def require_wandb(project: str, *, run_dir: str) -> None:
     """Raises UserError if a project of Weights & Biases is named that a run cannot log to."""
-    if project and os.environ.get("WANDB_MODE") == "offline" and paths.is_remote(run_dir):
+    if project and os.environ.get("WANDB_MODE") in ("offline", "dryrun") and paths.is_remote(run_dir):
         raise UserError(
-            f"WANDB_MODE=offline keeps the records of {project} in the run directory, and {run_dir} is a bucket: unset "
-            "WANDB_MODE, leave out settings.Logging.wandb_project, or choose a run directory on a disk"
+            f"WANDB_MODE={os.environ['WANDB_MODE']} keeps the records of {project} in the run directory, and {run_dir} "
+            "is a bucket: unset WANDB_MODE, set settings.Logging.wandb_project = '', or choose a run directory on a disk"
         )
     if project:
         extras.require("wandb", extra="wandb", what=f"settings.Logging.wandb_project = {project!r}")
@@ -286,7 +287,7 @@ class Mirror:
     """A local folder for files that are appended to, copied to the destination if that is a bucket.
 
     Attributes:
-      folder: where to write.
+      folder: where to write: the destination, or a temporary folder if files are copied.
     """
 
     def __init__(self, destination: paths.Path, *, fetch: str | None = None, copies: bool | None = None):

@@ -76,7 +76,7 @@ class HostProfile(NamedTuple):
 
 
 def sessions(run_dir: str) -> list[str]:
-    """Returns the names of a run's profiles, in order of their steps; UserError if there are none."""
+    """Returns the names of a run's profiles, in order of their steps. Raises UserError if there are none."""
     folder = paths.resolve(run_dir).joinpath(*PROFILES)
     names = [session.name for session in folder.iterdir() if session.is_dir()] if folder.exists() else []
     if not names:

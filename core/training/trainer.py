@@ -84,7 +84,7 @@ class LastStep(NamedTuple):
 
 
 class Hook:
-    """An extension of the training loop; hooks run in order."""
+    """An extension of the training loop; hooks run in order, on every host."""
 
     def before_step(self, step: int) -> None:
         """Called before step `step` is dispatched."""

@@ -4,7 +4,6 @@ The layout is checked on the compiler's description of the slice.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -71,9 +70,9 @@ def check(
       bindings: gin bindings that override it.
       slice_name: the slice; None: the one in the experiment's file.
       run_dir: the run directory.
-      smoked: whether the run is a smoke run, with smallest sizes.
-      hosts: where the hosts will be: "here", on this machine or unknown; or "simulated" on this machine. "shipped to":
-        on a TPU to which the workspace is copied; "dry run": the same without using the network.
+      smoked: whether the run is a smoke run: smallest sizes, and data may be replaced.
+      hosts: where the hosts will be: "here", on this machine or unknown; "simulated" on this machine; "shipped to" a
+        TPU to which the workspace is copied; or "dry run", the same without using the network.
     """
     findings: list[Finding] = []
     bound = None
@@ -83,8 +82,8 @@ def check(
     config, experiment = built or (None, None)
     if experiment is not None:
         if project := experiment.logging.wandb_project:
-            allowed = functools.partial(metrics.require_wandb, run_dir=run_dir)
-            _attempt("metrics", _passed(f"and in {project}", allowed, project), findings)
+            allowed = _passed(f"and in {project}", metrics.require_wandb, project, run_dir=run_dir)
+            _attempt("metrics", allowed, findings)
         first, *later = experiment.spans()
         bound = _phase(first, findings, smoked=smoked, hosts=hosts)
         if later or experiment.is_one_phase:
@@ -153,8 +152,10 @@ def _attempt(name: str, look: Callable[[], tuple[_T, str]], findings: list[Findi
     return result
 
 
-def _passed(detail: str, require: Callable[..., object], *arguments: Any) -> Callable[[], tuple[object, str]]:
-    return lambda: (require(*arguments), detail)
+def _passed(
+    detail: str, require: Callable[..., object], *arguments: Any, **options: Any
+) -> Callable[[], tuple[object, str]]:
+    return lambda: (require(*arguments, **options), detail)
 
 
 def _build(path: str, bindings: Sequence[str], slice_name: str | None) -> tuple[tuple[LoadedConfig, Experiment], str]:

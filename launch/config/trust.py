@@ -2,7 +2,8 @@
 
 An experiment file is the user's own, and may call anything. The configuration of a run can come from a stranger.
 Therefore it may name only the constructors listed here, those of optax, and those of modules that the user's command
-imports (`--gin "import MODULE"`).
+imports (`--gin "import MODULE"`). No constructor that is listed here may start a program; the argument `module` of
+`text.seqio` is left out unless that module may be imported.
 
 Data of `text.tfds` can import modules that are not listed here: TensorFlow Datasets imports the modules of the feature
 classes that files below `data_dir` name.

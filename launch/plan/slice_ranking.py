@@ -101,7 +101,8 @@ def rank(args: argparse.Namespace, names: Sequence[str], plan: Callable[[Questio
       plan: returns the best layout, or why there is none.
       label: a sentence below the table, without its period.
 
-    Returns 0; 1 if no slice has a layout that fits; 130 after Ctrl-C.
+    Returns:
+      0; 1 if no slice has a layout that fits; 130 after Ctrl-C.
     """
     given = args.price or [None]
     questions = [

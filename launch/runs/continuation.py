@@ -32,7 +32,7 @@ class Newest(NamedTuple):
 
 
 def newest(run_dir: str) -> Newest | None:
-    """Returns a run's newest checkpoint with intact metadata; None if there is none.
+    """Returns a run's newest checkpoint with intact metadata; None if there is none. Not collective.
 
     Raises:
       UserError: the checkpoints cannot be read from here.

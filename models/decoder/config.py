@@ -88,7 +88,8 @@ class DecoderConfig(Decoder):
       vocab_size: number of entries of the vocabulary.
       num_layers, embed_dim, mlp_dim, num_heads, num_kv_heads: sizes; num_heads is a multiple of num_kv_heads.
       head_dim: size of a head, even with rotary positions; None: embed_dim / num_heads.
-      tied: whether the embedding is also the output matrix.
+      tied: whether the embedding is also the output matrix; its initial standard deviation is then 1 /
+        sqrt(embed_dim), not 1.
       remat: what is saved for the backward pass: "none" (all it needs), "projections", "attention_and_mlp",
         "attention_and_up", "attention", "dots", "halves", "full" (least); or, in host memory, "attention_on_host",
         "attention_and_input_on_host", "input_on_host". See `REMAT`.
@@ -119,11 +120,13 @@ class DecoderConfig(Decoder):
       layer_inputs: gives each layer a small input for each token; None: no inputs.
       planner: adds plans of finished chunks to the embedded tokens (`models.decoder.chunk_planner`); None: no plans.
       keeps_states: whether parts with a state, such as `s5.S5`, continue from the end of the previous step's rows,
-        without their gradient (truncated backpropagation); for `tasks.chunked`.
+        without their gradient (truncated backpropagation); for `tasks.chunked`. Rows whose first position is 0 start
+        anew.
       lora: low-rank adapters, the only parameters that are then trained (`models.lora.adapted`); None: no adapters.
       loss_chunk: positions of each row whose logits a chip computes at a time for the loss; 0: all; None: as many as
         have about `chunk_bytes` of logits.
-      attention_tiles: tiles of the splash kernel; None: the defaults.
+      attention_tiles: tiles of the splash kernel; None: the defaults. Block-sparse attention does not use them, and
+        ring attention ignores their `fused_backward`.
       vocab_multiple: the multiple to which the stored vocabulary is rounded up.
     """
 

@@ -38,7 +38,8 @@ class Experts(Part, expert_routing.Choices):
       num_groups: number of equal groups of successive experts; 1: no grouping.
       top_groups: number of groups per token, from which its experts are chosen.
       has_biases: whether the router and the experts' matrices have biases.
-      clamped_gate: the gate of hidden units; None: the decoder's activation, times the other projection.
+      clamped_gate: how the gate and the other projection are bounded and multiplied; None: the decoder's activation of
+        the gate, times the other projection.
       shared_mlp_dim: width of a shared expert, which every token also passes through; None: there is none.
       shared_gate: whether the shared expert's output is multiplied by the sigmoid of a learned score.
       separate_norms: whether router, experts and shared expert read the stream through separate norms, and the outputs

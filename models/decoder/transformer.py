@@ -442,8 +442,8 @@ class Transformer(DecoderConfig):
     def flops_per_token(self, length: int) -> float:
         """Returns training FLOPs per token without recomputation, in rows of `length` positions.
 
-        There are 6 per parameter of a matrix product, or 4 with adapters, as frozen matrices have no gradient, and
-        those of attention.
+        There are 6 per parameter of a matrix product (4 with adapters: frozen matrices have no gradient), and those of
+        attention.
         """
         matrices, others = float(self.embed_dim * self.stored_vocab_size), 0.0
         for layer in range(self.num_layers):

@@ -2,10 +2,10 @@
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T;   y_t = S_t^T q_t / sqrt(K)
 
-Yang et al. 2025, "Gated Delta Networks". The layer is that of Qwen3-Next, with short causal convolutions of queries,
-keys and values, and a gate of the outputs. A chunk of positions is computed at once, by inverting a triangular matrix
-(Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"). S does not pass from one segment of a
-packed row to the next.
+Yang et al. 2025, "Gated Delta Networks". The layer is that of Qwen3-Next: short causal convolutions of queries, keys
+and values; queries and keys then have length 1; a gate of the outputs. A chunk of positions is computed at once, by
+inverting a triangular matrix (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule"). S does not
+pass from one segment of a packed row to the next.
 
 B batch, T length, D embed, N key heads, G value heads of a key head, K key_dim, V value_dim, W kernel.
 """

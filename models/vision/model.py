@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _CONNECTOR = "connector"
 PARTS = (towers.NAME, _CONNECTOR, selecting.NAME, "decoder")  # the decoder has all parameters without these names
-_OF_CONNECTOR = ("connector_activation", "connector_bias", "connector_square", "causal")  # of published models
 _ALL = Selector(num_chosen=1, method="all")
 
 
@@ -327,9 +326,11 @@ class VisionLanguageModel:
     def settings(self) -> dict[str, Any]:
         """Returns settings on which results depend, by name."""
         found = {f"vision.{f.name}": getattr(self.vision, f.name) for f in dataclasses.fields(self.vision)}
-        found |= {name: getattr(self, name) for name in ("connector_dim", *_OF_CONNECTOR)}
+        names = ("connector_dim", "connector_activation", "connector_bias", "connector_square", "causal")
+        found |= {name: getattr(self, name) for name in names}
         if self.selector:
             found |= {f"selector.{f.name}": getattr(self.selector, f.name) for f in dataclasses.fields(self.selector)}
+            del found["selector.temperature_steps"]  # of training alone
         return {**self.decoder.settings(), **found}
 
     def flops_per_token(self, length: int) -> float:

@@ -293,8 +293,7 @@ def differences(model: Model, config: Config, *, where: str = published_files.CO
     found = fields(config, where=where)
     vision = VisionTower(**{**found["vision"], "mean": model.vision.mean, "std": model.vision.std})
     described = dataclasses.replace(model, **{**found, "vision": vision, "decoder": Transformer(**found["decoder"])})
-    own = {name: (found[name], getattr(model, name)) for name in found.keys() - {"vision", "decoder"}}
-    differing = differing_settings(described, model) | {name: both for name, both in own.items() if both[0] != both[1]}
+    differing = differing_settings(described, model)
     return [f"{field} = {a!r} in {where}, {b!r} in the model" for field, (a, b) in differing.items()]
 
 

@@ -124,6 +124,7 @@ class OnePass(NamedTuple):
         return flow, sums
 
     def _run_tail(self, left: Traveling, side: Side, sums: Sums) -> tuple[Traveling, Sums]:
+        # outside of the region where `stage` is manual, so that the vocabulary can be sharded over it
         def loss_sum(params: Any, left: Traveling) -> tuple[jax.Array, Any]:
             out = self.tail.fn(params, left.x, side, left.sums)
             return out.loss_sum, out

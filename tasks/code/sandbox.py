@@ -42,6 +42,7 @@ class Outcome(NamedTuple):
     Attributes:
       passed: whether it ran to its end. A program that means to deceive can forge that (docs/explanation/trust.md).
       why: "" if it passed; otherwise the name of a builtin error, `timed out`, `ended early` or `killed by signal N`.
+        Never text from the program, which could contain what it has read.
     """
 
     passed: bool

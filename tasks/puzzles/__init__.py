@@ -24,7 +24,7 @@ def dataset(
     """Returns a task that reads puzzles from a folder.
 
     Args:
-      directory: local or gs://, written by `launch/run make-dataset`.
+      directory: local or gs://, written by `launch/run make-dataset`. None: an error, which `problems` reports.
       length: S, tokens per puzzle; must equal the dataset's seq_len.
       vocab_size: number of tokens; must equal the dataset's.
       train_puzzles: use only the first training puzzles; None: all.

@@ -188,7 +188,8 @@ def files(
     A document is a .txt file, a line of .jsonl, or a row of .parquet.
 
     Args:
-      train: patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed.
+      train: patterns (`/data/*.txt`, `gs://bucket/part-*.jsonl.zst`); .txt and .jsonl may be compressed (.gz, .zst,
+        .bz2). None: an error, which `problems` reports.
       validation: patterns. None: about 5% of the files, lines or rows.
       field: the JSON key, or the column, that has the text.
       length: tokens per row.
@@ -212,7 +213,8 @@ def chats(
 
     Args:
       train: patterns of .jsonl files. Each line has `messages` (a list of `role` and `content`), which the vocabulary's
-        chat template formats, with optional `tools` and `documents`; or `prompt` and `completion`.
+        chat template formats, with optional `tools` and `documents`; or `prompt` and `completion`. None: an error,
+        which `problems` reports.
       validation: patterns. None: about 5% of the lines.
       length: tokens per row. Longer conversations are cut, and skipped if no token of an answer is left.
       num_streams: number of data streams; divides the batch size.
@@ -249,7 +251,7 @@ def tfds(
       split: the training split; slices such as `train[1%:]` are allowed.
       validation_split: the split for evaluation.
       field: the feature that holds the text.
-      data_dir: the folder of datasets; None: TensorFlow Datasets' own.
+      data_dir: the folder of datasets, local or gs://, which all hosts can read; None: TensorFlow Datasets' own.
       length: tokens per row.
       num_streams: number of data streams; divides the batch size.
       vocabulary: None: bytes.
@@ -329,7 +331,8 @@ def seqio(
     Args:
       name: name of the seqio task or mixture.
       module: the Python module that registers it; None: one of Renga's own tasks.
-      cache: the folder of the token cache. None: a folder in `runs/seqio`.
+      cache: the folder of the token cache, local or gs://. None: a folder in `runs/seqio`, of each host unless hosts
+        share the workspace.
       inputs_length: maximum number of ids of `inputs` in a row; targets get the rest. None: the task has no `inputs`.
       epochs: number of epochs to cache if preprocessors draw random numbers. None: they must draw none.
       live: whether to read the task with tf.data during the run. A resumed run then needs the same version of
@@ -370,7 +373,7 @@ def tokens(
     """Returns a task that reads a token cache, which `launch/run tokenize` has written.
 
     Args:
-      cache: the folder of the cache.
+      cache: the folder of the cache. None: an error, which `problems` reports.
       concatenate: whether documents fill rows one after another and are cut where a row ends; otherwise only documents
         with more than `length` tokens are cut.
       length: tokens per row.

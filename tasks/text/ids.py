@@ -55,7 +55,7 @@ class Vocabulary(Protocol):
 
 
 class Encodes(Protocol):
-    """Two methods that every vocabulary has."""
+    """Two methods that every vocabulary has, by which `can` knows one without reading a model file."""
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""

@@ -30,9 +30,14 @@ from tasks.text.token_cache import TokenCache
 def add(name: str, task: TextTask, **options: Any) -> Any:
     """Registers a task of documents or conversations as a seqio Task, and returns it.
 
-    `options` are those of `seqio.TaskRegistry.add`, such as `metric_fns`.
+    Args:
+      name: the name in seqio's registry.
+      task: `text.files`, `python_source`, `tfds` or `huggingface`; or `chats`, which also has `inputs`. Its length and
+        number of streams are not used.
+      **options: those of `seqio.TaskRegistry.add`, such as `metric_fns`.
 
-    Raises UserError if the task does not read documents or conversations itself.
+    Raises:
+      UserError: the task has neither documents nor conversations.
     """
     seqio, tf, source = seqio_tasks.library(), tensorflow(), task.corpus
     features = ["inputs", "targets"] if isinstance(source, ChatFiles) else ["targets"]
@@ -42,7 +47,8 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
         examples, preprocessor = _documents, split
     else:
         raise UserError(
-            f"{name}: expected a task that reads documents or conversations themselves, found {source.describe()}"
+            f"{name}: expected text.files, text.python_source, text.tfds, text.huggingface or text.chats, found "
+            f"{source.describe()}, which has no documents"
         )
 
     def dataset(split: str, shuffle_files: bool, seed: int | None = None) -> Any:

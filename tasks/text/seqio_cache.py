@@ -334,7 +334,7 @@ def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
     except UserError as error:
         problem = str(error)
     if problem or found["problems"]:
-        processes.close()
+        processes.close()  # so that a later call imports the user's module anew
     return found, problem
 
 

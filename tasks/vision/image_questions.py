@@ -304,7 +304,7 @@ def questions(
     """Returns a task of questions about images.
 
     Args:
-      train: one or more patterns of .jsonl files; None: not set.
+      train: one or more patterns of .jsonl files. None: an error, which `problems` reports.
       validation: one or more patterns; None: the questions about 5% of the images, chosen by hash.
       folder: the folder to which patterns are relative; "": none.
       image_input: how a published model reads images and writes rows; None: the image comes first.

@@ -100,7 +100,7 @@ def run(folder, **others):
     )
 
 
-@pytest.mark.slow  # the next test is its quick form
+@pytest.mark.slow  # the next test is quick: one line, and that files stay as they were
 def test_what_no_test_notices_is_shown_and_the_working_tree_stays_as_it_was(workspace, capsys):
     assert run("core") == 0
     said = capsys.readouterr().out
@@ -122,6 +122,7 @@ def test_one_line_can_be_chosen_and_folders_left_out(workspace, capsys):
     assert capsys.readouterr().out == (
         "core/c.py: left out: no test mirrors it\ncore, seed 0: 0 of 0 mutants were caught\n"
     )
+    assert all(path.read_text() == text for path, text in workspace.items())
 
 
 @pytest.mark.parametrize("folder", ["tests", "core/missing.py", "core/a.py:x"])

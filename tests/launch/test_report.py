@@ -11,6 +11,7 @@ import pytest
 
 from launch import __main__ as cli
 from launch.plan import compiled_report
+from parallel.compiled.compiling import OutOfHbmError
 
 MY_TABLES = """
 from parallel.strategies import REPLICATED, Strategy
@@ -99,7 +100,21 @@ def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
     assert ["problem" in row for row in refused] == [True, True]
 
 
-@pytest.mark.slow  # parallel/compiled/test_compiling.py has a quick test of a step that does not fit
+def test_a_strategy_that_does_not_fit_has_its_need_in_place_of_a_peak(monkeypatch, capsys):
+    def too_large(program):
+        raise OutOfHbmError("too much", needed="40.25GiB", present="30.75GiB")
+
+    monkeypatch.setattr(compiled_report.analysis, "analyze", too_large)
+    choices = ["gin/strategies/data_parallel.gin"]
+    found = list(compiled_report.compile_strategies("gin/quickstart.gin", choices, bindings=[], slice_name="v4-8"))
+    compiled_report.show_strategies(found, slice_name="v4-8")
+    said = capsys.readouterr().out
+    (row,) = [line.split("|")[1:] for line in said.splitlines() if line.startswith("| data_parallel")]
+    assert row[3].strip() == "40.25, too much"
+    assert "data_parallel: does not fit: needs 40.25GiB of 30.75GiB" in said
+
+
+@pytest.mark.slow  # the test above is quick
 @pytest.mark.compiled("v4-8")
 def test_a_strategy_that_does_not_fit_has_a_row_with_its_need(launch):
     choice = "gin/strategies/data_parallel.gin"

@@ -189,39 +189,50 @@ def random_tokens(*more):
     return small("TASK = @synthetic.random_tokens()", "PROMPT = ''", *more)
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "how", "continues"),
-    [
-        (signal.SIGTERM, 143, "preempted (SIGTERM)", False),  # quick; test_stop_and_start_again continues a run
-        pytest.param(signal.SIGTERM, 143, "preempted (SIGTERM)", True, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, 130, "interrupted (Ctrl-C)", True, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.simulated(2)
-@pytest.mark.covers("C08")
-def test_a_signal_saves_at_one_step_of_all_hosts_and_the_run_continues(
-    launch, launch_command, tmp_path, number, code, how, continues
-):
+ENDLESS = random_tokens("TOTAL_STEPS = 100000", "CHECKPOINT_INTERVAL = 100000", "EVAL_INTERVAL = 100000")
+
+
+def signaled(launch_command, tmp_path, number):
+    """Sends a signal to two hosts after step 4; returns the exit code, what they printed, and the step they saved."""
     where = ["pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(tmp_path)]
-    endless = random_tokens("TOTAL_STEPS = 100000", "CHECKPOINT_INTERVAL = 100000", "EVAL_INTERVAL = 100000")
-    command, env = launch_command(*where, *endless)
+    command, env = launch_command(*where, *ENDLESS)
     running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in running.stdout:
         if line.startswith("step      4/"):
             running.send_signal(number)
             break
     said = running.communicate(timeout=60)[0]
-    assert running.returncode == code, said
+    (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    return running.returncode, said, saved
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "how"),
+    [
+        (signal.SIGTERM, 143, "preempted (SIGTERM)"),
+        pytest.param(signal.SIGINT, 130, "interrupted (Ctrl-C)", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.simulated(2)
+@pytest.mark.covers("C08")
+def test_a_signal_saves_at_one_step_of_all_hosts(launch_command, tmp_path, number, code, how):
+    returned, said, saved = signaled(launch_command, tmp_path, number)
+    assert returned == code, said
     assert f"host 0 of 2: {how}: saved a checkpoint at step" in said
     assert "failed first" not in said
-    (saved,) = (int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert saved >= 4
     assert f"host 1 of 2: {how}: saved a checkpoint at step {saved}" in (tmp_path / "logs" / "host_1.log").read_text()
     assert max(scalars(tmp_path, "loss")) >= 4
-    if continues:
-        one_process = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
-        said = launch(*one_process, *endless, "--steps", str(saved + 2), slice_name="v4-16")
-        assert f"resumed from {saved}" in said
+
+
+@pytest.mark.slow  # test_stop_and_start_again is quick
+@pytest.mark.simulated(2)
+@pytest.mark.covers("C08")
+def test_a_run_continues_from_the_step_that_a_signal_saved(launch, launch_command, tmp_path):
+    _, _, saved = signaled(launch_command, tmp_path, signal.SIGTERM)
+    one_process = ["train", "gin/quickstart.gin", "--slice", "v4-16", "--run-dir", str(tmp_path)]
+    said = launch(*one_process, *ENDLESS, "--steps", str(saved + 2), slice_name="v4-16")
+    assert f"resumed from {saved}" in said
 
 
 @pytest.mark.slow  # SIGTERM to hosts is quick; tests/core/hosts/test_interrupt.py

@@ -183,7 +183,7 @@ def test_dots_saves_products_in_int8():
 @pytest.mark.parametrize(
     ("slice_name", "choice", "dtypes"),
     [
-        pytest.param("v5p-8", "int8", ("s8", "s8"), marks=[pytest.mark.compiled("v5p-8"), pytest.mark.slow]),
+        pytest.param("v5p-8", "int8", ("s8", "s8"), marks=pytest.mark.compiled("v5p-8")),
         pytest.param(
             "tpu7x-8", "fp8", ("f8e4m3fn", "f8e5m2"), marks=[pytest.mark.compiled("tpu7x-8"), pytest.mark.slow]
         ),

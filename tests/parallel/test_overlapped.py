@@ -69,8 +69,11 @@ CASES = {
 }
 
 
-@pytest.mark.slow  # tests/parallel/verify/test_agreement.py has a quick one
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "options",
+    [o if name == "full" else pytest.param(o, marks=pytest.mark.slow) for name, o in CASES.items()],
+    ids=CASES,
+)
 def test_steps_are_those_of_the_usual_strategy(options):
     late, usual = trained(LATE, **options), trained(USUAL, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7), late, usual)

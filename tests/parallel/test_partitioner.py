@@ -235,14 +235,15 @@ def test_a_loop_without_rematerialization_saves_no_copy_of_the_weights():
     assert set(kept) <= set(traced.invars)
 
 
+@pytest.mark.slow  # core/test_stack.py compares both runners with a loop by hand, quickly
 @pytest.mark.parametrize(
     ("changes", "measured"),
     [
-        pytest.param({}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="usual"),
-        pytest.param({"feed_forward": EXPERTS}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="experts"),
-        pytest.param({"lora": LORA}, ULP_OF_LORA, marks=pytest.mark.slow, id="lora"),
-        pytest.param({"num_layers": 4, **GROUP}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="group"),
-        pytest.param({"num_layers": 4, **KINDS}, ULP_WITHOUT_LOOP, marks=pytest.mark.slow, id="kinds"),
+        pytest.param({}, ULP_WITHOUT_LOOP, id="usual"),
+        pytest.param({"feed_forward": EXPERTS}, ULP_WITHOUT_LOOP, id="experts"),
+        pytest.param({"lora": LORA}, ULP_OF_LORA, id="lora"),
+        pytest.param({"num_layers": 4, **GROUP}, ULP_WITHOUT_LOOP, id="group"),
+        pytest.param({"num_layers": 4, **KINDS}, ULP_WITHOUT_LOOP, id="kinds"),
     ],
 )
 def test_layers_without_a_loop_give_the_numbers_of_the_loop(changes, measured):

@@ -33,7 +33,7 @@ def test_a_bucket_stays_a_bucket_and_needs_no_tensorflow():
         ("file:///tmp/a", "has scheme 'file'"),
         ("gs:/bucket/a", "names no bucket; expected gs://BUCKET"),
         ("gs:///a", "names no bucket"),
-        ("~nobody-of-this-name/runs", "home directory of a user who does not exist"),
+        ("~nobody-of-this-name/runs", "begins with a home directory that this machine does not know"),
     ],
 )
 def test_invalid_places_are_refused(text, says):

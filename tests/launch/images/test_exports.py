@@ -175,13 +175,17 @@ def test_a_run_continues_a_prompt_with_an_image_as_transformers(name, tmp_path):
         assert reference["ids"].tolist() + found.ids == reference["greedy"].tolist()
 
 
-@pytest.mark.slow  # test_folders.py has a quick test that such a run reads no images
-def test_a_selector_is_not_exported_and_does_not_generate(tmp_path, capsys):
+def test_a_selector_is_not_exported(tmp_path, capsys):
     run, folder = started("llava", tmp_path, *SELECTOR)
     assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
     assert "without the selector: the folder's model reads all patches" in capsys.readouterr().out
     exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
     assert all(np.array_equal(exported[key], original[key]) for key in original)
+
+
+@pytest.mark.slow  # test_folders.py has a quick test that such a run reads no images
+def test_a_run_with_a_selector_does_not_generate(tmp_path, capsys):
+    run, _ = started("llava", tmp_path, *SELECTOR)
     assert run_command("generate", run, "--image", PHOTO, "--prompt", "USER: <image>", "--greedy") == 2
     assert "reads no images: only runs of gin/finetune_images" in capsys.readouterr().err
 

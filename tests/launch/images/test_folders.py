@@ -100,7 +100,7 @@ def test_an_empty_conversation_and_images_for_other_prompts_are_errors():
     model = loaded_model.load(str(HERE / "llava"))
     with pytest.raises(UserError, match="a conversation has no messages"):
         model.chat_ids([])
-    with pytest.raises(UserError, match="images for 1 prompts, and 2 prompts"):
+    with pytest.raises(UserError, match="images has 1 entries for 2 prompts: expected one for each"):
         model.checked([PROMPT] * 2, max_tokens=1, is_chat=False, images=[[PHOTO]])
 
 

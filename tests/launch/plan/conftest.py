@@ -3,12 +3,29 @@
 import pytest
 
 from core import versions
+from launch import program_identity
 from launch.plan import search
 from parallel.planning import records
 from parallel.planning.records import Record
 
+_CONSIDERED = {}
 EXPERIMENT, SLICE = "gin/quickstart.gin", "v4-8"
 REVISION = "0123456789abcdef0123456789abcdef01234567-dirty"
+
+
+@pytest.fixture
+def considered_once(monkeypatch):
+    """Tracing a model takes a second, and most tests that ask for this ask of the same one."""
+    options = search.options
+
+    def remembered(question, *, only=()):
+        text = program_identity.program_text(question.experiment, question.config)
+        key = question.slice.name, text, tuple(question.batch_sizes), tuple(only)
+        if key not in _CONSIDERED:
+            _CONSIDERED[key] = options(question, only=only)
+        return list(_CONSIDERED[key])
+
+    monkeypatch.setattr(search, "options", remembered)
 
 
 @pytest.fixture(scope="session")

@@ -11,27 +11,12 @@ import sys
 import pytest
 
 from launch import __main__ as cli
-from launch import program_identity
 from launch.config import loader
 from launch.plan import compiling, ranking, search, session
 from parallel.planning import calibration, records, selection
 from parallel.planning.cost import AxisTime, StepTime
 
-_CONSIDERED = {}
-
-
-@pytest.fixture(autouse=True)
-def considered_once(monkeypatch):
-    """Tracing a model takes a second, and most tests here ask of the same one."""
-    options = search.options
-
-    def remembered(question, *, only=()):
-        key = program_identity.program_text(question.experiment, question.config), question.batch_sizes, tuple(only)
-        if key not in _CONSIDERED:
-            _CONSIDERED[key] = options(question, only=only)
-        return _CONSIDERED[key]
-
-    monkeypatch.setattr(search, "options", remembered)
+pytestmark = pytest.mark.usefixtures("considered_once")
 
 
 @pytest.fixture

@@ -11,24 +11,9 @@ from core.hosts import exit_codes
 from launch import __main__ as cli
 from launch.plan import search, session
 
+pytestmark = pytest.mark.usefixtures("considered_once")
 EXPERIMENT = "gin/quickstart.gin"
 QUICKLY = ("--arithmetic", "--only", "fsdp")  # one strategy, because all of them take 10 s a slice
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _each_slice_is_searched_once():
-    """Several tests ask for the same layouts of the same experiment, which take 3 s a slice."""
-    asked, found = search.options, {}
-
-    def options(question, *, only=()):
-        key = question.slice.name, tuple(only)
-        if key not in found:
-            found[key] = asked(question, only=only)
-        return list(found[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "options", options)
-        yield
 
 
 def run(names, *given):

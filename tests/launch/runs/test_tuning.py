@@ -106,7 +106,6 @@ class KernelError(Exception):
     """As Pallas raises them."""
 
 
-@pytest.mark.slow
 def test_steps_are_measured_and_the_fastest_settings_written(made, monkeypatch, tmp_path, capsys):
     run, config = made
     refused, equal = Candidate("refused", {"keys": 100}), Candidate("equal", {"keys": 1024})

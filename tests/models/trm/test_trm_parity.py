@@ -375,7 +375,7 @@ def test_a_wrong_model_is_refused(change, seen_in, monkeypatch):
     assert seen_in in found.failed()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a wrong optimizer and a wrong rotary embedding are quick
 def test_softmax_is_refused():
     found = Found()
     frozen_steps(dataclasses.replace(MODEL, probabilities="softmax"), found, steps=1)
@@ -389,8 +389,7 @@ def test_another_epsilon_is_refused():
     assert {"params", "table"} & set(found.failed())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", ["adamw", "decay of every row"])
+@pytest.mark.parametrize("wrong", ["adamw", pytest.param("decay of every row", marks=pytest.mark.slow)])
 def test_a_wrong_optimizer_is_refused(wrong, monkeypatch):
     found, chosen = Found(), optimizer()
     if wrong == "adamw":

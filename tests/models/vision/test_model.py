@@ -53,7 +53,7 @@ def test_hidden_patches_count_for_nothing(soft):
     assert found.extras["chosen"].reshape(4, 2, -1).sum(-1).tolist() == [[subjects.CHOSEN] * 2] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the same is quick above for attention in both directions
 @pytest.mark.parametrize("images", [1, 2])
 def test_hidden_patches_count_for_nothing_where_attention_is_causal(images):
     """Words come before each image; the logits of words are those with slots for all patches."""

@@ -93,7 +93,7 @@ def test_the_gradient_of_a_choice_reaches_patches_within_a_block_and_not_where_t
     assert np.abs(grads[1]).min() > 1e-6
 
 
-@pytest.mark.parametrize("points", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [True, False])
 def test_choices_train_where_the_last_glimpse_looks_unless_the_reader_points(points):
     """They train what the earlier glimpses tell in both cases: it decides which patches of a block are chosen."""
     selector = Selector(num_chosen=4, reader=dataclasses.replace(READER, points=points), balancer_width=8)

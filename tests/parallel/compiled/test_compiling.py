@@ -109,10 +109,10 @@ def dimensions(hlo):
     return {int(n) for shape in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", hlo) for n in shape.split(",")}
 
 
+@pytest.mark.slow  # tests/parallel/test_rules.py has quick tests of rules for the vocabulary
 @pytest.mark.covers("M14")
 @pytest.mark.compiled("v4-32")
 @pytest.mark.parametrize(("tables", "whole"), [(strategies.fsdp(), True), (strategies.fsdp_tensor(tensor=4), False)])
-@pytest.mark.slow
 def test_a_vocabulary_that_is_split_is_whole_on_no_chip(tables, whole):
     """Neither looked up, nor in the logits, nor in the loss; stored as 1408, a size that nothing else has."""
     model = dataclasses.replace(SMALL, vocab_size=1400)

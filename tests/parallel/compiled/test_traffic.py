@@ -558,7 +558,7 @@ def test_fsdp_gathers_each_layer_forward_and_again_backward(compiled_for_a_slice
     assert all(c.dtype == "bf16" for c in gathers)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the signature of fsdp is quick
 @pytest.mark.compiled("v4-32")
 def test_data_parallel_adds_up_every_gradient_once(compiled_for_a_slice):
     found = compiled_for_a_slice("data_parallel").collectives

@@ -166,8 +166,7 @@ def test_tokens_that_may_be_drawn():
 
 
 @pytest.mark.covers("N13")
-@pytest.mark.slow  # models/decoder/test_layers.py has quick tests of windows in the cache
-@pytest.mark.parametrize("family", WITH_WINDOWS)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f != "mistral")) for f in WITH_WINDOWS])
 def test_windows_in_the_cache_give_the_ids_of_full_passes(family, monkeypatch):
     """Past the end of the window's entries, in several chunks, for rows of different lengths."""
     monkeypatch.setattr(generating, "CHUNK", 4)
