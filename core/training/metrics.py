@@ -230,7 +230,7 @@ def require_wandb(project: str, *, run_dir: str) -> None:
     if project and os.environ.get("WANDB_MODE") in ("offline", "dryrun") and paths.is_remote(run_dir):
         raise UserError(
             f"WANDB_MODE={os.environ['WANDB_MODE']} keeps the records of {project} in the run directory, and {run_dir} "
-            "is a bucket: unset WANDB_MODE, set settings.Logging.wandb_project = '', or choose a run directory on a disk"
+            "is a bucket: unset WANDB_MODE, set settings.Logging.wandb_project = '', or choose a run directory on disk"
         )
     if project:
         extras.require("wandb", extra="wandb", what=f"settings.Logging.wandb_project = {project!r}")
