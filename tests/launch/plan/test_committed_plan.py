@@ -139,6 +139,7 @@ def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_p
     assert_arithmetic_is_near(plan, **NEAR.get(name, {}))
 
 
+@pytest.mark.slow  # the tests below are quick, with larger models
 @pytest.mark.covers("X05")
 def test_arithmetic_is_near_every_record(plan):
     assert_arithmetic_is_near(plan)
