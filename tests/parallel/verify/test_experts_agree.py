@@ -102,6 +102,8 @@ CASES = [
     for name in STRATEGIES
     if not (name in ("context", "ring") and MODELS[model].feed_forward.capacity_factor)  # refused, below
 ]
+# Without the compiler's optimization, the normal numbers of a matrix in this layout are rounded otherwise, by 2 ulp.
+DRAWN_APART = {("gpt-oss", "circular"): 2}
 # The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
 MEASURED = (13, 7, 3, 23)
 
@@ -125,7 +127,7 @@ def one_device(name):
 def test_numbers_do_not_depend_on_the_strategy(name, strategy):
     found = agreement.compare(trained(name, Example("v4-8", STRATEGIES[strategy])), one_device(name))
     print(f"{name}, {strategy}: {'; '.join(f'{part} {a.ulp:.0f} ulp, {a.where}' for part, a in found.items())}")
-    limits = agreement.limits(MEASURED)
+    limits = agreement.limits(MEASURED) | {"fresh": DRAWN_APART.get((name, strategy), 0)}
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
 
 
