@@ -256,6 +256,7 @@ def test_layers_without_a_loop_give_the_numbers_of_the_loop(changes, measured):
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
 
 
+@pytest.mark.slow  # of speed alone: that initial parameters are equal has quick tests
 def test_initialization_on_cpus_is_compiled_at_a_lower_level(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     given, jit = [], jax.jit
