@@ -46,6 +46,7 @@ def test_layers_that_share_keys_have_no_matrices_of_them_and_no_cache():
             assert part.work(MODEL, 4).matrices == sum(made[n].size // len(made[n]) for n in part.matrices if n in made)
 
 
+# The longest prompt also passes through what the shorter ones do, so it is the quick one.
 @pytest.mark.parametrize("first", [pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow), 9])
 def test_rows_are_extended_as_in_the_full_pass(first):
     """Prompts that are shorter and longer than the window, and longer than its cache."""

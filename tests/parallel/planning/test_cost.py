@@ -139,7 +139,7 @@ def test_operations_without_an_estimate_are_named():
     [
         pytest.param("v4-8", 0.85, marks=pytest.mark.slow),
         pytest.param("v5p-8", 0.85, marks=pytest.mark.slow),
-        ("v5e-4", 0.85),
+        ("v5e-4", 0.85),  # one generation is quick; the others differ in numbers of the table of chips
         pytest.param("v6e-4", 0.65, marks=pytest.mark.slow),
         pytest.param("tpu7x-8", 0.65, marks=pytest.mark.slow),
     ],
