@@ -374,7 +374,7 @@ def _remember(name: str, spec: ParamSpec) -> None:
 
 
 class _Names(NamedTuple):
-    """What `named` gives; `within` has the module names of the enclosing lifted functions, outermost first."""
+    """The specs that `named` sets, and the module names of the enclosing lifted functions, outermost first."""
 
     table: Mapping[str, ParamSpec]
     within: tuple[str, ...]

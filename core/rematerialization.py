@@ -26,7 +26,7 @@ REMAT_CHOICES = tuple(REMAT_POLICIES)
 
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """What each layer saves for its backward pass, by checkpoint names, besides its input.
+    """Names the arrays that each layer saves for its backward pass besides its input.
 
     Attributes:
       on_host: arrays kept in host memory until the backward pass; "input" is the layer's input.

@@ -1,4 +1,4 @@
-"""What `launch/run export` writes for a model."""
+"""Describes what `launch/run export` writes for a model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType

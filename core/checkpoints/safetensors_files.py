@@ -190,7 +190,7 @@ class Reader:
     """Reads parts of a tensor, in its stored dtype."""
 
     def __init__(self, tensor: Tensor, parts: Iterable[Slices]):
-        """Of a remote file, reads the rows that the parts need."""
+        """Maps a local file into memory, or reads the rows that the parts need from a remote one."""
         self._blocks: list[tuple[int, int, np.ndarray]] = []  # first row, end, rows
         shape = tensor.shape or (1,)
         if not paths.is_remote(tensor.file):

@@ -70,7 +70,7 @@ _OPTAX = "optax"
 
 
 class Trust:
-    """What the configuration of a run may name: CONSTRUCTORS, optax, and trusted modules."""
+    """Decides what the configuration of a run may name: CONSTRUCTORS, optax and trusted modules."""
 
     def __init__(self, modules: Collection[str] = ()):
         self._modules = frozenset(modules)
