@@ -85,12 +85,14 @@ def _as_with_the_pinned_compiler(pinned_compiler):
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    return asked("gin/valkyrie_7b.gin", "v4-32", tmp_path_factory.mktemp("empty"))
+def plan(request, tmp_path_factory):
+    """The plan of an experiment, (name, slice): of `valkyrie_7b` where a test names none."""
+    name, slice_name = getattr(request, "param", ("valkyrie_7b", "v4-32"))
+    return asked(f"gin/{name}.gin", slice_name, tmp_path_factory.mktemp("empty"))
 
 
-def assert_it_is_the_winner(plan, pinned):
-    """The experiment as written is the fastest recorded candidate, and no candidate is left to compile.
+def winner(plan, pinned):
+    """Returns the record of the fastest candidate, which is the experiment as written; none is left to compile.
 
     With rematerialization, JAX 0.10 traces the forward kernel a second time and JAX 0.12 does not. Estimates under
     JAX 0.12 therefore order the candidates differently, and a plan made with it would compile other candidates. So only
@@ -101,6 +103,7 @@ def assert_it_is_the_winner(plan, pinned):
     best, record = search.ranked([(one, record) for one, record in plan.fitting if not one.reason])[0]
     assert best.is_as_written
     assert record.needed_bytes < plan.usable
+    return record
 
 
 def assert_none_is_left(plan):
@@ -124,25 +127,15 @@ def assert_arithmetic_is_near(plan, *, most=1.13, records=4):
     assert all(0.5 < ratio < 1.4 for ratio in ratios.values()), ratios  # 1.37 is a circular pipeline of 48 layers
 
 
-@pytest.mark.slow  # test_search.py has quick tests of what is compiled and ranked
-@pytest.mark.covers("L12")
-def test_valkyrie_7b_is_the_winner_of_its_committed_plan(plan, pinned_compiler):
-    assert_it_is_the_winner(plan, pinned_compiler)
-
-
 @pytest.mark.covers("L12", "X05")
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "slice_name"), OTHERS)
-def test_every_other_experiment_is_the_winner_of_its_own(name, slice_name, tmp_path, pinned_compiler):
-    plan = asked(f"gin/{name}.gin", slice_name, tmp_path)
-    assert_it_is_the_winner(plan, pinned_compiler)
-    assert_arithmetic_is_near(plan, **NEAR.get(name, {}))
-
-
-@pytest.mark.slow  # the tests below are quick, with larger models
-@pytest.mark.covers("X05")
-def test_arithmetic_is_near_every_record(plan):
-    assert_arithmetic_is_near(plan)
+@pytest.mark.slow  # test_search.py has quick tests of what is compiled and ranked
+@pytest.mark.parametrize("plan", [("valkyrie_7b", "v4-32"), *OTHERS], ids="-".join, indirect=True)
+def test_an_experiment_is_the_winner_of_its_committed_plan(plan, pinned_compiler):
+    """The code still makes the program of its record; if not, `launch/run plan … --fresh --record` compiles anew."""
+    record = winner(plan, pinned_compiler)
+    bound = plan.question.experiment.bind(compiling.devices_of(plan.question.slice))
+    assert compiling.trace_digest(bound) == record.made_with["program"]
+    assert_arithmetic_is_near(plan, **NEAR.get(Path(plan.question.path).stem, {}))
 
 
 @pytest.mark.covers("N15")
@@ -156,20 +149,9 @@ def test_arithmetic_is_near_the_compiled_peak_of_100_billion_parameters_and_more
 
 
 @pytest.mark.slow
-def test_layouts_that_did_not_fit_are_too_large_by_arithmetic(tmp_path):
-    plan = asked("gin/valkyrie_7b_64_rows.gin", "v4-32", tmp_path)
+@pytest.mark.parametrize("plan", [("valkyrie_7b_64_rows", "v4-32")], ids="-".join, indirect=True)
+def test_layouts_that_did_not_fit_are_too_large_by_arithmetic(plan):
     too_large = [(one, record) for one, record in plan.known if record.status == records.TOO_MUCH]
     assert too_large
     assert all(record.needed_bytes > plan.usable for _, record in too_large)
     assert all(one.estimate.peak_bytes > plan.usable for one, _ in too_large)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "slice_name"), [("valkyrie_7b", "v4-32"), *OTHERS])
-def test_the_code_still_makes_the_winner_s_program(name, slice_name, tmp_path):
-    """A record says which program it is of; where this fails, `launch/run plan … --fresh --record` compiles anew."""
-    plan = asked(f"gin/{name}.gin", slice_name, tmp_path)
-    best, record = search.ranked([(one, record) for one, record in plan.fitting if not one.reason])[0]
-    assert best.is_as_written
-    bound = plan.question.experiment.bind(compiling.devices_of(plan.question.slice))
-    assert compiling.trace_digest(bound) == record.made_with["program"]
