@@ -39,10 +39,15 @@ def launch_command(kept_programs):
 
 @pytest.fixture(scope="session")
 def launch(launch_command):
-    """Runs such a command to its end; gives what it printed, and its errors where it is to fail."""
+    """Runs such a command to its end; gives what it printed, and its errors where it is to fail.
 
-    def run(*arguments, slice_name=None, code=0, timeout=300):
+    `optimized`: with the machine code that users run, for trainings that take longer than their compilation.
+    """
+
+    def run(*arguments, slice_name=None, code=0, timeout=300, optimized=False):
         command, env = launch_command(*arguments, slice_name=slice_name)
+        if optimized:
+            env.pop("XLA_FLAGS", None)
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
         assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + (done.stderr if code else "")

@@ -375,10 +375,10 @@ def test_a_run_with_a_pipeline_resumes_under_fsdp(launch, tmp_path, schedule):
 @pytest.mark.simulated(2)
 def test_the_quickstart_learns_and_attention_is_why(launch, tmp_path):
     told = ["pod", "v4-16", "gin/quickstart.gin", "--simulate"]
-    launch(*told, "--run-dir", str(tmp_path / "run"), timeout=1200)
+    launch(*told, "--run-dir", str(tmp_path / "run"), timeout=1200, optimized=True)
     assert scalars(tmp_path / "run", "validation/loss")[200] < 2.0
     control = ["--gin", "transformer.Transformer.attention = 'none'", "--run-dir", str(tmp_path / "control")]
-    launch(*told, *control, timeout=1200)
+    launch(*told, *control, timeout=1200, optimized=True)
     assert scalars(tmp_path / "control", "validation/loss")[200] > 2.1
 
 

@@ -36,7 +36,8 @@ def test_64_puzzles_are_learned_by_heart(mixer, steps, sixty_four):
     table = optimizers.with_table(dense=optimizers.adam_atan2(learning_rate=rate), learning_rate=rate)
     optimizer = optimizers.averaged(optimizer=table, decay=0.98).for_model(model, sixty_four)
     state = step.create(model, optimizer, model.init(jax.random.key(0), sixty_four), sixty_four)
-    train = jax.jit(step.train_step(model, optimizer, seed=0))
+    machine_code = {"xla_backend_optimization_level": 3}  # as users have it: training takes longer than compiling
+    train = jax.jit(step.train_step(model, optimizer, seed=0), compiler_options=machine_code)
     for _ in range(steps):
         state, metrics = train(state, sixty_four)
         jax.block_until_ready(metrics)
