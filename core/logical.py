@@ -405,7 +405,7 @@ def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -
 
 
 def named_within(fn: Callable, name: str) -> Callable:
-    """Returns `fn`, for its own `hk.transform`, with the table of the enclosing `named`, if any.
+    """Returns `fn`, for its own `hk.transform`; the enclosing `named`, if any, names axes of its parameters, too.
 
     `name` is the module name of its parameters in the outer function.
     """

@@ -288,7 +288,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Group:
-    """Successive layers of `one` as one layer; keys and `layer_in` gain a dimension, of these layers."""
+    """Successive layers of `one` as one layer; keys, `layer_in` and stacked outputs gain a leading dimension."""
 
     one: _Block
 

@@ -123,7 +123,7 @@ class Task(Protocol):
     """Data to train and evaluate a model on. Constructing a task opens no files.
 
     Attributes:
-      num_streams: number of data streams, for any number of hosts; divides the batch size.
+      num_streams: number of data streams, whatever the number of hosts; divides the batch size.
       vocabulary: has `size`, `bos_id`, `encode(text) -> ids`, `decode(ids) -> text`, `describe()`; None for data that
         is not text.
     """
@@ -335,7 +335,7 @@ class ChoosesKernels(Protocol):
       loss_chunk: positions whose logits are held at a time; 0: all; None: by `chunk_bytes`.
       chunk_bytes: limit on the bytes of these logits.
 
-    Enables: plans that count the TPU kernel and the logits of a chunk; the row `attention` of the summary on GPUs.
+    Enables: plans with the TPU's attention kernel and logits of a chunk; the row `attention` of the summary on GPUs.
     """
 
     attention: str

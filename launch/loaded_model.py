@@ -442,7 +442,7 @@ def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, ch
 
 
 def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
-    """Returns the tokenizer of a published model's folder; None if it has none."""
+    """Returns the tokenizer of a published model's folder, or None; UserError if it has more than `vocab_size` ids."""
     if not (published_files.small_files(folder) / published_files.TOKENIZER).exists():
         return None
     vocabulary = vocabularies.tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Renga as a library: `Trainer`, and what its arguments are made of (docs/how-to/python.md)."""
+"""Renga as a library: `Trainer`, parts for its arguments, and `load` (docs/how-to/python.md)."""
 
 from core import logical, optimizers, random_bits
 from core.batches import Field

@@ -33,7 +33,7 @@ class ArrayDifference(NamedTuple):
     size: int
 
     def describe(self) -> str:
-        """Returns one line of text."""
+        """Returns the difference as one line of text."""
         counted = f"{self.elements:,} of {self.size:,} elements differ"
         if self.not_finite:
             counted += f" ({self.not_finite:,} of them NaN or infinite)"

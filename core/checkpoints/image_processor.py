@@ -66,7 +66,7 @@ class ImageProcessor:
 
     @property
     def prepared_size(self) -> tuple[int, int] | None:
-        """Rows and columns of all prepared images; None if they depend on the image."""
+        """Rows and columns of every prepared image or, if images are split, frame; None if they depend on the image."""
         if self.frame is not None:
             return self.frame, self.frame
         return self.crop or self.size

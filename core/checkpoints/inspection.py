@@ -1,4 +1,4 @@
-"""Lists, verifies and prunes checkpoints on one machine, without the model."""
+"""Lists and verifies checkpoints, and plans their pruning, on one machine, without the model."""
 
 import contextlib
 import hashlib

@@ -341,7 +341,7 @@ def _read_as(kind: str, wanted: Any) -> str:
 
 
 def chosen(params: Any, patterns: Sequence[str]) -> Any:
-    """Selects from `{module: {name: leaf}}` the parameters that match one of the patterns.
+    """Selects from `{module: {name: leaf}}` the parameters that match a pattern; UserError if a pattern matches none.
 
     Patterns are shell wildcards over paths such as `layers/block/query`.
     """

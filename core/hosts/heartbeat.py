@@ -92,7 +92,7 @@ def leave(code: int = exit_codes.DONE, why: str = "") -> None:
 
 
 def stop() -> None:
-    """Stops monitoring after `leave`, in a process that continues."""
+    """Stops monitoring in a process that continues; call `leave` first."""
     global _watch
     if _watch is not None:
         _watch.tell({"stop": True})

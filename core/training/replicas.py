@@ -84,7 +84,7 @@ class Compare(Hook):
     """A hook that hands over fingerprints of replicated shards, and metrics, at multiples of `every`."""
 
     def __init__(self, hand_over: Callable[[int, Numbers], None], *, every: int):
-        """`hand_over(step, numbers)` is called when the next step is done, or at the end."""
+        """`hand_over(n, numbers)` is called when step n + 1 is done, or at the end."""
         self._hand_over = hand_over
         self._every = every
         self._replicas: Replicas | None = None

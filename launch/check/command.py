@@ -35,7 +35,7 @@ Result = tuple[list[Finding], bool]  # the findings, and whether this process pr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `check`."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--level", "--gin", "--run-dir", "--json", "--overwrite")
     where = parser.add_mutually_exclusive_group()
     flags.add(where, "--simulate")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the checks and prints their findings.
+    """Makes the checks, prints their findings and returns the exit code.
 
     Raises UserError if --ship is given for another level than `config`.
     """

@@ -94,7 +94,7 @@ def _table(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `evaluate`."""
     flags.add(parser, "RUN")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument(

@@ -187,7 +187,7 @@ def as_csv(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `results`."""
     parser.add_argument(
         "group", metavar="GROUP", help="a group of gin/trm (exp01, exp02, …, all), or a folder of gin files"
     )

@@ -104,7 +104,7 @@ class HostProcess(subprocess.Popen):
         os.close(self._read_end)
 
     def _show(self, text: bytes) -> bytes:
-        """Writes `text`; returns its last line, unwritten, if more of that line is to come."""
+        """Writes `text` without noise; returns its last line, unwritten, if more of that line is to come."""
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         whole, rest = text[:end], text[end:]  # it may be the beginning of a line of noise
         _write_to_terminal(log_filters.without(whole))
@@ -135,7 +135,7 @@ def _write_to_terminal(chunk: bytes) -> None:
 
 
 def run(log_path: Path, name: str, command: Sequence[str]) -> int:
-    """Runs `command` on the host called `name`; returns its exit code, 128 + N after signal N."""
+    """Runs `command` here and logs its output as that of host `name`; returns its exit code, 128 + N after signal N."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # a handler, because the command would inherit SIG_IGN
     with tempfile.TemporaryDirectory(prefix="renga-step-") as folder:

@@ -210,7 +210,7 @@ def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `report`."""
     flags.add(parser, "SLICE", "EXPERIMENT.gin", "--gin", "--scale-from")
     parser.add_argument(
         "--compile",

@@ -310,7 +310,7 @@ _TAKEN = {"explain": ("--gin",), "generate": ("--gin", "--batch-size", "--json",
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `plan`."""
     flags.add(parser, "SLICE", help="such as v4-32 (launch/run slices lists them), or several to rank: v4-32,v5p-32")
     flags.add(parser, "EXPERIMENT.gin", "--gin")
     parser.add_argument(

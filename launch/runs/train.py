@@ -28,7 +28,7 @@ EXAMPLE = "launch/run train gin/quickstart.gin --slice v4-8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `train`."""
     flags.add(parser, "EXPERIMENT.gin", "--slice", "--gin", "--run-dir", "--steps", "--tune")
     parser.add_argument("--check", choices=("smoke",), help="a small run: this host's part of pod.sh --check smoke")
 

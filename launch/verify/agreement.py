@@ -120,7 +120,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `agreement`."""
     flags.add(parser, "--steps", default=3, help="steps to train (default: 3); the tolerances were measured through 20")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=EXAMPLES, help="measure only these strategies")
     subject = parser.add_mutually_exclusive_group()

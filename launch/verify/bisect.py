@@ -70,7 +70,7 @@ class Variant(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `bisect`."""
     flags.add(parser, "EXPERIMENT.gin")
     parser.add_argument("a", metavar="A", help='the first variant, such as "STRATEGY = @strategies.fsdp()"')
     parser.add_argument("b", metavar="B", help='the second, such as "hosts=2"')

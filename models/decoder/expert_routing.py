@@ -186,7 +186,7 @@ def _layout() -> _Layout:
 
 
 def check_capacity(settings: Choices) -> None:
-    """Raises UserError if the capacity cannot be applied with the strategy being traced."""
+    """While a program is traced: raises UserError if its strategy's layout cannot limit capacity."""
     at, limited = _layout(), settings.capacity_factor is not None
     if limited and at.positions:
         raise UserError(

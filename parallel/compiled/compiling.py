@@ -135,7 +135,7 @@ def devices_of(slice: Slice) -> list[jax.Device]:
 
 
 def trace_digest(bound: Program) -> str:
-    """Returns a hash of the traced training step, 16 hexadecimal digits."""
+    """Returns a hash of the traced training step and the layouts of its inputs, 16 hexadecimal digits."""
     with bound.partitioner.tracing():
         traced = bound.jitted_train_step.trace(bound.abstract_state, bound.abstract_batch)
     text = re.sub(r"\b0x[0-9a-f]+\b", "", str(traced.jaxpr))  # addresses differ between processes

@@ -145,7 +145,7 @@ def _only(axes: tuple[str, ...], specs: Any) -> Any:
 
 
 def _interleave(*layers: jax.Array) -> jax.Array:
-    """Combines k arrays [R, ...] into [R k, ...], in execution order."""
+    """Interleaves k arrays [R, ...] into one [R k, ...]: entry r k + i is `layers[i][r]`."""
     stacked = jnp.stack(layers, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])
 

@@ -172,7 +172,7 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
 
 
 def _waiting(sharded: ShardedState, rows: float) -> float:
-    """Estimates what waits for the gradients of matrices: what layers save if `remat` recomputes least."""
+    """Estimates the bytes kept for gradients of matrices: what layers save if `remat` recomputes least."""
     works = sharded.trace.works.values()
     least = min(work.flops for work in works)
     products = min((work for work in works if work.flops <= 1.01 * least), key=lambda work: work.row_bytes)

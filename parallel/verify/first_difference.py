@@ -130,7 +130,7 @@ def judge(ours: Recording, theirs: Recording, *, tolerance: Mapping[str, tuple[f
 
 
 def given(ours: Recording, theirs: Recording) -> dict[str, list[Compared]]:
-    """Returns the inputs of the runs that are not equal, by phase: `data` and `start`."""
+    """Returns the inputs that differ between the runs, by phase: `data` and `start`."""
     rows = [row for row in compare(ours, theirs) if row.ulp > 0]
     return {phase: [row for row in rows if row.phase == phase] for phase in (DATA, START)}
 

@@ -112,7 +112,7 @@ class Stored:
         return self.asked.of(split)
 
     def fingerprint(self) -> str:
-        """Returns a hash of the content."""
+        """Returns a hash of the metadata, the indices and a sample of the examples."""
         return files.fingerprint(self.split(name) for name in files.SPLITS)
 
 

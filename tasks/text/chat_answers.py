@@ -55,7 +55,7 @@ def formatted(
 def _between_prompts(
     text: str, messages: Sequence[Message], vocabulary: ChatVocabulary, given: Mapping[str, Any]
 ) -> list[Range]:
-    """Returns the range of each answer in `text`: from the end of its prompt to the end of its text."""
+    """Returns the range of each answer in `text`: from the end of its prompt to the end of its turn."""
     answers = []
     for index, message in enumerate(messages):
         if message["role"] != ASSISTANT:

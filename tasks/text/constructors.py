@@ -221,7 +221,7 @@ def chats(
       vocabulary: the tokenizer of a published model.
 
     Raises:
-      UserError: the vocabulary has no chat template, or another argument is invalid.
+      UserError: `vocabulary` is not a published model's, or another argument is invalid.
     """
     if not can(vocabulary, FormatsChats):
         raise UserError(

@@ -294,7 +294,7 @@ def _batches(
     position: tuple[int, Any],
     say: Callable[[str], None],
 ) -> Iterator[Batch]:
-    """Yields batches of documents from a position on: (index of a part, offset in it or None)."""
+    """Yields batches of documents from a position on: (index of a part, offset in it; None: its start)."""
     parts = [
         (split if job.validation else None, part)
         for split in (SPLITS if job.validation else ("train",))

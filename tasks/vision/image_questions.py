@@ -4,9 +4,9 @@ A line has `image` (a path, relative to the folder of its file), `question` and 
 evaluations count answers, and `weight`: how often it is drawn in training, relative to other lines. `grid` and `cells`
 say where in the image the question points: at some cells of a grid of `grid` x `grid`, numbered row by row from 0.
 
-  line -> image [H, W, 3] uint8;   slots, question, answer -> ids, weights, until [T]
+  line -> image [size, size, 3] uint8;   slots, question, answer -> ids, weights, until [T]
 
-T: tokens per row. S: positions of an image.
+T: tokens per row.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def run_for(seconds: float, *, seed: int, names: Sequence[str], tries: int | Non
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `lab fuzz`."""
     parser.add_argument("--seconds", type=flags.positive, default=60.0, help="time limit (default: 60)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the changes (default: 0)")
     parser.add_argument("--only", nargs="+", metavar="TARGET", help="these targets alone")

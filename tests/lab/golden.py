@@ -202,7 +202,7 @@ EXAMPLE = """tests/run.sh lab golden                        list what is recorde
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `lab golden`."""
     parser.add_argument("names", metavar="NAME", nargs="*", help="experiments, as `tests/run.sh lab golden` lists them")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compile and print how the records differ; writes nothing")

@@ -96,7 +96,7 @@ class Mutant(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `lab mutants`."""
     parser.add_argument("folder", metavar="FOLDER", help="folder, file, or FILE:LINE of the workspace")
     parser.add_argument("--without", metavar="FOLDER", nargs="*", default=[], help="folders or files to leave out")
     parser.add_argument("--sample", metavar="N", type=flags.at_least(1), help="mutants to draw (default: all)")

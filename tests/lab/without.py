@@ -68,7 +68,7 @@ sys.exit(bool(failed))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of `lab without`."""
     parser.add_argument(
         "parts",
         metavar="PART",

@@ -11,7 +11,7 @@ _TRANSPARENT = ("get-tuple-element", "bitcast", "copy", "convert", "copy-start",
 
 
 def is_start(executed: Executed) -> bool:
-    """Returns whether a collective in a fusion feeds the custom call that starts it."""
+    """Returns whether it is a collective in a fusion and feeds the custom call that starts it."""
     if not executed.wrappers or executed.instruction.opcode not in executions.COLLECTIVES:
         return False
     return any(

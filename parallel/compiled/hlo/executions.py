@@ -43,7 +43,7 @@ class Branch(NamedTuple):
 
     Attributes:
       op_name: such as `jit(run)/cond`.
-      depends_on: one of `decisions.KINDS`.
+      depends_on: what decides which branch runs, one of `decisions.KINDS`.
     """
 
     name: str
