@@ -28,14 +28,15 @@ import dataclasses
 import jax
 from jax.sharding import PartitionSpec as P
 
-from models.decoder import transformer
+from models.decoder import layers, transformer
 
 
-class Forgetful(transformer.Block):
-    def _mlp(self, x):
-        d, f = self.config.embed_dim, self.config.mlp_dim
-        up = self._weight("up", (d, f), ("embed", "mlp"), fan_in=d)
-        down = self._weight("down", (f, d), ("mlp", "embed"), fan_in=f)
+@dataclasses.dataclass(frozen=True)
+class Forgetful(layers.Mlp):
+    def products(self, decoder, x, side, *, prefix="", width=None):
+        of, d, f = layers.Matrices(decoder), decoder.embed_dim, decoder.mlp_dim
+        up = of.weight("up", (d, f), ("embed", "mlp"), fan_in=d)
+        down = of.weight("down", (f, d), ("mlp", "embed"), fan_in=f)
         hidden = jax.nn.silu(x @ up)
         if jax.sharding.get_abstract_mesh().empty:
             return hidden @ down
@@ -46,11 +47,8 @@ class Forgetful(transformer.Block):
         )(hidden, down)
 
 
-transformer.Block = Forgetful
-
-
 def model():
-    return transformer.preset("tiny", dtype="float32")
+    return transformer.preset("tiny", dtype="float32", feed_forward=Forgetful())
 '''
 EXPERIMENT = """
 from __gin__ import dynamic_registration
