@@ -14,7 +14,7 @@ def per_token(
 ) -> float | None:
     """Returns the FLOPs of a training step per token; None for a model without `flops_per_token`.
 
-    Recomputation is not counted, nor are gradients of matrices in `frozen`. Gradients of experts always are.
+    Recomputation is not counted, nor are gradients of matrices in `frozen`. Gradients of experts always are counted.
 
     Args:
       batch: its shapes.

@@ -405,7 +405,7 @@ def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -
 
 
 def named_within(fn: Callable, name: str) -> Callable:
-    """Returns `fn`, for its own `hk.transform`; the enclosing `named`, if any, names axes of its parameters, too.
+    """Returns `fn` for its own `hk.transform`; its parameters still get the axes of the enclosing `named`, if any.
 
     `name` is the module name of its parameters in the outer function.
     """

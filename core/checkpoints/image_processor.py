@@ -66,7 +66,7 @@ class ImageProcessor:
 
     @property
     def prepared_size(self) -> tuple[int, int] | None:
-        """Rows and columns of every prepared image or, if images are split, frame; None if they depend on the image."""
+        """Rows and columns of every prepared image, or of every frame if images are split; None if they vary."""
         if self.frame is not None:
             return self.frame, self.frame
         return self.crop or self.size

@@ -50,7 +50,7 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
       The exit code of the first step that failed, or 0.
 
     Raises:
-      UserError: the number, state or type of the TPUs is wrong, or the workspace cannot be shipped.
+      UserError: the number, state or type of the TPUs is wrong or unknown, or the workspace cannot be shipped.
     """
     names = ", ".join(tpu.name for tpu in tpus)
     if len(tpus) != slice_.num_slices:

@@ -186,7 +186,7 @@ def _layout() -> _Layout:
 
 
 def check_capacity(settings: Choices) -> None:
-    """While a program is traced: raises UserError if its strategy's layout cannot limit capacity."""
+    """Raises UserError if a capacity is set that the layout of the strategy being traced does not allow."""
     at, limited = _layout(), settings.capacity_factor is not None
     if limited and at.positions:
         raise UserError(

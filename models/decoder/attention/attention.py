@@ -1,10 +1,10 @@
 """Causal attention within segments: a plain implementation for any device, and kernels for TPUs and GPUs.
 
-All compute softmax(q k^T / sqrt(K)) v over the positions of a query's segment that are at or before it, or in a
-`Prefix`. `Scores` can change the scale, bound scores, and limit them to a window. The kernels (splash on TPUs, cuDNN
-on GPUs) run inside a `shard_map`, because XLA cannot partition them. If positions are sharded, keys and values are
-gathered, or travel around a ring of chips (`ring_attention`). A sink is a learned score of a query head without a
-value.
+All compute softmax(q k^T / sqrt(K)) v over the positions of a query's segment that are at or before it or, with a
+`Prefix`, at or before its `until`. `Scores` can change the scale, bound scores, and limit them to a window. The
+kernels (splash on TPUs, cuDNN on GPUs) run inside a `shard_map`, because XLA cannot partition them. If positions are
+sharded, keys and values are gathered, or travel around a ring of chips (`ring_attention`). A sink is a learned score
+of a query head without a value.
 
 B batch, T length, H query heads, N key/value heads, G = H / N query heads per key head, K head_dim.
 """
@@ -515,7 +515,7 @@ def scaled(x: jax.Array, scale: float) -> jax.Array:
 
 
 def fits_tiles(length: int) -> bool:
-    """Returns whether rows of `length` positions give every chip whole tiles of queries; in a ring, both its chunks."""
+    """Returns whether rows of `length` positions give every chip whole tiles of queries, in a ring in both chunks."""
     return length % _tile_unit() == 0
 
 

@@ -21,14 +21,12 @@ WINNER = re.compile(r"# Layout: +the winner of launch/run plan (\S+) (\S+) --(qu
 
 
 def claims():
-    """(name, slice) of every experiment whose header says that it is the winner of a plan, but for the first."""
+    """(name, slice) of every experiment whose header says that it is the winner of a plan."""
     for path in sorted((WORKSPACE / "gin").glob("*.gin")):
         said = WINNER.search(path.read_text())
-        if said and path.stem != "valkyrie_7b":
+        if said:
             yield path.stem, said[1]
 
-
-OTHERS = tuple(claims())
 
 # Where arithmetic is less accurate, or a plan has fewer records that count.
 NEAR = {
@@ -86,8 +84,8 @@ def _as_with_the_pinned_compiler(pinned_compiler):
 
 @pytest.fixture(scope="module")
 def plan(request, tmp_path_factory):
-    """The plan of an experiment, (name, slice): of `valkyrie_7b` where a test names none."""
-    name, slice_name = getattr(request, "param", ("valkyrie_7b", "v4-32"))
+    """The plan of an experiment, (name, slice)."""
+    name, slice_name = request.param
     return asked(f"gin/{name}.gin", slice_name, tmp_path_factory.mktemp("empty"))
 
 
@@ -129,13 +127,14 @@ def assert_arithmetic_is_near(plan, *, most=1.13, records=4):
 
 @pytest.mark.covers("L12", "X05")
 @pytest.mark.slow  # test_search.py has quick tests of what is compiled and ranked
-@pytest.mark.parametrize("plan", [("valkyrie_7b", "v4-32"), *OTHERS], ids="-".join, indirect=True)
+@pytest.mark.parametrize("plan", list(claims()), ids="-".join, indirect=True)
 def test_an_experiment_is_the_winner_of_its_committed_plan(plan, pinned_compiler):
     """The code still makes the program of its record; if not, `launch/run plan … --fresh --record` compiles anew."""
     record = winner(plan, pinned_compiler)
-    bound = plan.question.experiment.bind(compiling.devices_of(plan.question.slice))
-    assert compiling.trace_digest(bound) == record.made_with["program"]
     assert_arithmetic_is_near(plan, **NEAR.get(Path(plan.question.path).stem, {}))
+    if jax.__version__ == pinned_compiler["jax"]:  # another version traces another program
+        bound = plan.question.experiment.bind(compiling.devices_of(plan.question.slice))
+        assert compiling.trace_digest(bound) == record.made_with["program"]
 
 
 @pytest.mark.covers("N15")

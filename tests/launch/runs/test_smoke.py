@@ -25,9 +25,7 @@ ROOT = environment.WORKSPACE
 
 
 NO_RUNS = ("defaults.gin", "finetune.gin", "finetune_chats.gin", "finetune_images.gin")  # the last three need a folder
-ALIKE = (  # a smoke run takes the sizes away, and in nothing else do these differ from another experiment
-    "llama_3_1_8b.gin",
-    "mixtral_8x7b.gin",
+ALIKE = (  # differ from valkyrie_7b or valkyrie_100b in sizes, slice, remat and ACCUM_STEPS alone
     "valkyrie_128b.gin",
     "valkyrie_16b.gin",
     "valkyrie_7b_64_rows.gin",
@@ -40,10 +38,14 @@ def experiments():
 
 
 def rehearsal(experiment):
-    """The slice and the flags of the command in an experiment's header; with `--check smoke` if it has none."""
+    """The slice and the flags of the command in an experiment's header, which names the experiment.
+
+    With `--check smoke` if it has none.
+    """
     text = (ROOT / "gin" / experiment).read_text()
     (command,) = re.findall(r"^# Rehearse: ((?:.*\\\n#)*.*)", text, re.MULTILINE)
-    _, slice_name, _, *flags = shlex.split(command.replace("\\\n#", ""))
+    _, slice_name, path, *flags = shlex.split(command.replace("\\\n#", ""))
+    assert path == f"gin/{experiment}"
     flags.remove("--simulate")
     return slice_name, flags if "smoke" in flags else [*flags, "--check", "smoke"]
 
@@ -53,7 +55,8 @@ def test_every_header_has_the_command_of_a_rehearsal(experiment):
     slice_name, flags = rehearsal(experiment)
     bindings = [flags[n + 1] for n, flag in enumerate(flags) if flag == "--gin"]
     loaded = loader.load(f"gin/{experiment}", bindings=bindings, slice_name=slice_name).build()
-    assert loaded.slice == slice_name
+    spans = smoke.shrink_phases(loaded)  # raises UserError if the mesh does not fit in the slice
+    assert {span.last_step - span.first_step for span in spans} == {smoke.STEPS}
 
 
 @pytest.mark.slow
