@@ -49,6 +49,7 @@ STRATEGIES = {
         use("fsdp"),
         use("pipeline_fsdp", "one_f_one_b", stage=2),
     ),
+    "muon_by_kind": (use("fsdp_tensor", tensor=2), use("zero1"), use("pipeline", "gpipe", stage=2)),
     "stable_adamw": (use("fsdp_tensor", tensor=2), use("zero1"), use("pipeline", "gpipe", stage=2)),
 }
 # The quick test takes the first strategy of one module; experts of the decoder have a quick test of their own.
@@ -86,7 +87,7 @@ def test_a_module_is_short_and_uses_public_names(name):
 @pytest.mark.parametrize(("name", "bindings", "num_steps"), [*QUICK, *SLOW])
 def test_it_agrees_with_one_device(name, bindings, num_steps, capsys):
     options = ["--slice", "v4-8", "--float32-only", *flags(bindings)]
-    options += ["--own-optimizer"] * (name == "stable_adamw")
+    options += ["--own-optimizer"] * (name in ("muon_by_kind", "stable_adamw"))
     code = cli.main(["agreement", "--experiment", file_of(name), "--steps", num_steps, *options])
     said = capsys.readouterr()
     assert code == 0, said.out + said.err  # 1 if a difference exceeds the tolerance
