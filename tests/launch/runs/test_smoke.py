@@ -25,7 +25,7 @@ ROOT = environment.WORKSPACE
 
 
 NO_RUNS = ("defaults.gin", "finetune.gin", "finetune_chats.gin", "finetune_images.gin")  # the last three need a folder
-ALIKE = (  # differ from valkyrie_7b or valkyrie_100b in sizes, slice, remat and ACCUM_STEPS alone
+ALIKE = (  # differ from valkyrie_7b or valkyrie_100b in sizes, slice, remat, ACCUM_STEPS and WARMUP_STEPS alone
     "valkyrie_128b.gin",
     "valkyrie_16b.gin",
     "valkyrie_7b_64_rows.gin",
