@@ -274,7 +274,7 @@ class Session:
     def _logging(self) -> list[Hook]:
         run, writers, lines, predictions = self._run, self._writers, self._lines, self._predictions
         measured = goodput.HostMetrics()
-        own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
+        self._own_lines = own_lines = metrics.open_own_lines(run.run_dir, process_index=run.host.index)
         self._stack.callback(own_lines.close)
 
         def write(step: int, values: Mapping[str, float]) -> None:
@@ -351,8 +351,12 @@ class Session:
             if lock is not None:
                 lock.check(now=True)
 
+        def before() -> None:
+            for writers in (self._writers, self._own_lines):
+                writers.flush(now=True)
+
         costs = SaveCosts(say=self._lines.note, write=self._writers.scalars)
-        how: dict[str, Any] = {"due": due, "costs": costs, "check": check, "evaluated": validated}
+        how: dict[str, Any] = {"due": due, "costs": costs, "check": check, "before": before, "evaluated": validated}
         save = hooks.Save(self._checkpoints, self._batches.position, run.meta, say=self._lines.note, **how)
         if not (every := run.experiment.checkpointing.params_checkpoint_interval):
             return [save]

@@ -165,6 +165,7 @@ class Save(Hook):
         due: Callable[[int], bool],
         costs: Costs,
         check: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
         evaluated: Callable[[int], Mapping[str, Any]] = lambda step: {},
     ):
@@ -174,6 +175,7 @@ class Save(Hook):
           due: returns whether to save at a step.
           costs: records completed saves.
           check: raises an error if nothing may be written.
+          before: stores what a resumed run does not make again, such as metrics of the steps up to this one.
           say: receives a sentence about a save after an error.
           evaluated: returns further metadata of a step.
         """
@@ -182,7 +184,7 @@ class Save(Hook):
         self._meta = meta
         self._due = due
         self._costs = costs
-        self._check = check
+        self._check, self._before = check, before
         self._say, self._evaluated = say, evaluated
         self._saved_step: int | None = None
         self._step_seconds = 0.0
@@ -201,6 +203,7 @@ class Save(Hook):
         with activity.enter(activity.SAVING):
             self._checkpoints.wait()  # the save before this one may take minutes
             self._check()
+            self._before()
             meta = {**self._meta, **self._evaluated(step)}
             self._checkpoints.save(step, state=state, data=self._position(), meta=meta)
         self._saved_step = step

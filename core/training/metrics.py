@@ -73,8 +73,8 @@ class Writer(Protocol):
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Records a text, such as the configuration."""
 
-    def flush(self) -> None:
-        """Writes recorded values where readers see them; into a bucket, at most every 30 s."""
+    def flush(self, *, now: bool = False) -> None:
+        """Writes recorded values where readers see them; into a bucket at most every 30 s, or `now`."""
 
     def close(self) -> None:
         """Flushes and releases; a second call does nothing."""
@@ -96,10 +96,10 @@ class Writers:
         for writer in self._writers:
             writer.text(tag, text, step=step)
 
-    def flush(self) -> None:
+    def flush(self, *, now: bool = False) -> None:
         """Flushes every writer."""
         for writer in self._writers:
-            writer.flush()
+            writer.flush(now=now)
 
     def close(self) -> None:
         """Closes every writer."""
@@ -165,10 +165,10 @@ class TensorBoard:
         """Records a text verbatim: as an indented block, because TensorBoard renders Markdown."""
         self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
 
-    def flush(self) -> None:
+    def flush(self, *, now: bool = False) -> None:
         """Writes recorded values into the event file."""
         self._events.flush()
-        self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
+        self._mirror.push(least_seconds=0.0 if now else _SECONDS_BETWEEN_COPIES)
 
     def close(self) -> None:
         """Flushes and releases."""
@@ -212,10 +212,10 @@ class JsonLines:
     def _write(self, row: Mapping[str, Any]) -> None:
         self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
 
-    def flush(self) -> None:
+    def flush(self, *, now: bool = False) -> None:
         """Writes recorded values into the file."""
         self._file.flush()
-        self._mirror.push(least_seconds=_SECONDS_BETWEEN_COPIES)
+        self._mirror.push(least_seconds=0.0 if now else _SECONDS_BETWEEN_COPIES)
 
     def close(self) -> None:
         """Flushes and releases."""
@@ -267,8 +267,9 @@ class WeightsAndBiases:
         del step
         self._run.config.update({tag: text}, allow_val_change=True)
 
-    def flush(self) -> None:
+    def flush(self, *, now: bool = False) -> None:
         """Does nothing."""
+        del now
 
     def close(self) -> None:
         """Sends the rest and releases."""

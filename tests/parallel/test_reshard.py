@@ -1,4 +1,4 @@
-"""A checkpoint written under any strategy restores under every other, bit for bit, on any number of hosts."""
+"""A checkpoint written under a strategy restores under others, bit for bit, on any number of hosts."""
 
 import json
 
@@ -89,18 +89,16 @@ for name, example in SPREAD.items():
 READ = (
     HEAD
     + """
-for target, example in SPREAD.items():
-    program = bind(MODEL, example, BATCHES[0])
-    batch = rows(program, BATCHES[1])
-    for source in SPREAD:
-        checkpoints = Checkpoints(f"{FOLDER}/{source}", keep=1, read_only=True)
-        state, _, meta = checkpoints.restore(1, program.abstract_state)
-        equal = hashes(program, state) == meta["hashes"]
-        _, metrics = program.train_step(state, batch)
-        checkpoints.close()
-        if PROCESS == 0:
-            row = {"source": source, "target": target, "equal": equal, "loss": float(metrics["loss"])}
-            print(json.dumps(row), flush=True)
+for source, target in PAIRS:
+    program = bind(MODEL, EXAMPLES[target], BATCHES[0])
+    checkpoints = Checkpoints(f"{FOLDER}/{source}", keep=1, read_only=True)
+    state, _, meta = checkpoints.restore(1, program.abstract_state)
+    equal = hashes(program, state) == meta["hashes"]
+    _, metrics = program.train_step(state, rows(program, BATCHES[1]))
+    checkpoints.close()
+    if PROCESS == 0:
+        row = {"source": source, "target": target, "equal": equal, "loss": float(metrics["loss"])}
+        print(json.dumps(row), flush=True)
 """
 )
 
@@ -120,18 +118,27 @@ GROUPS = {
 }
 
 
+READERS = (1, 2, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.simulated(4)
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_pair_of_strategies_and_hosts(run_hosts, tmp_path, monkeypatch, group):
-    """Written by 4 hosts; read by 1, 2 and 4. Bytes are equal, and the next loss is what it would have been."""
+def test_every_strategy_is_read_and_reads_on_other_hosts(run_hosts, tmp_path, monkeypatch, group):
+    """Four hosts write under each strategy; the next one reads, on 1, 2 or 4 hosts.
+
+    Bytes are equal, and the next loss is what it would have been.
+    """
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     kind, names = GROUPS[group]
+    pairs = list(zip(names, [*names[1:], names[0]], strict=True))
     folder = f"FOLDER, KIND, NAMES = {str(tmp_path / 'runs')!r}, {kind!r}, {names!r}\n"
     losses = {row["name"]: row["next_loss"] for row in said(run_hosts(folder + WRITE, hosts=4, timeout=1800))}
-    for readers in (1, 2, 4):
-        pairs = said(run_hosts(folder + READ, hosts=readers, timeout=2400))
-        assert len(pairs) == len(losses) ** 2
-        assert [p for p in pairs if not p["equal"]] == []
-        for pair in pairs:
-            np.testing.assert_allclose(pair["loss"], losses[pair["source"]], atol=1e-5, rtol=0, err_msg=str(pair))
+    assert sorted(losses) == sorted(names)
+    for index, readers in enumerate(READERS):
+        asked = pairs[index :: len(READERS)]
+        found = said(run_hosts(f"{folder}PAIRS = {asked!r}\n{READ}", hosts=readers, timeout=1200))
+        assert [(row["source"], row["target"]) for row in found] == asked
+        assert [row for row in found if not row["equal"]] == []
+        for row in found:
+            np.testing.assert_allclose(row["loss"], losses[row["source"]], atol=1e-5, rtol=0, err_msg=str(row))

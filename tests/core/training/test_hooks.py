@@ -117,6 +117,26 @@ def test_save_takes_the_position_at_that_moment():
     assert interrupt._saved == 10
 
 
+def test_what_comes_before_a_save_is_done_when_it_begins_and_not_where_it_is_forbidden():
+    order, forbidden = [], []
+
+    class Ordered(Checkpoints):
+        def save(self, step, **what):
+            order.append(f"save {step}")
+
+    def check():
+        if forbidden:
+            raise RuntimeError("another run holds the lock")
+
+    save = hooks.Save(Ordered(), dict, {}, due=bool, costs=Costs(), check=check, before=lambda: order.append("before"))
+    save.at_boundary(5, "state 5")
+    assert order == ["before", "save 5"]
+    forbidden.append(True)
+    with pytest.raises(RuntimeError, match="holds the lock"):
+        save.at_boundary(6, "state 6")
+    assert order == ["before", "save 5"]
+
+
 @pytest.mark.covers("T14")
 def test_hosts_meet_before_they_evaluate_or_save_and_say_what_for(monkeypatch):
     class Due(trainer.Hook):

@@ -134,6 +134,23 @@ def test_a_destination_that_cannot_be_written_delays_a_copy_and_ends_nothing(tmp
     mirror.close()
 
 
+def test_a_flush_before_a_checkpoint_copies_what_another_flush_would_copy_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "is_remote", lambda path: True)
+    writers = metrics.open_writers(str(tmp_path / "bucket"), is_host_zero=True)
+
+    def steps():
+        return sorted(metrics.read(str(tmp_path / "bucket")).by_step)
+
+    writers.scalars(1, {"loss": 2.0})
+    writers.flush()  # the first copy
+    writers.scalars(2, {"loss": 1.0})
+    writers.flush()
+    assert steps() == [1]
+    writers.flush(now=True)
+    assert steps() == [1, 2]
+    writers.close()
+
+
 def test_writing_loads_no_tensorflow(tmp_path):
     program = (
         "import sys; from core.training import metrics; from core.checkpoints import store\n"

@@ -6,6 +6,7 @@ Every tensor is read, listed, or an error.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -48,6 +49,12 @@ def batch():
     return {**every, "positions": np.arange(ids.shape[1], dtype=np.int32)[None]}
 
 
+@functools.lru_cache(maxsize=1)
+def traced(model):
+    """The shapes and specs of its parameters: of one case, to write its folder and to read it."""
+    return logical.abstract_init(model.init, jax.random.key(0), batch())
+
+
 def expected(config, model, shapes, specs):
     """Yields the names of the tensors that we expect in a folder, with zeros of their shapes."""
     special = dict.fromkeys(("gemma3", "gemma4", "gemma4_unified"), "model.language_model.") | {"gpt2": "transformer."}
@@ -71,7 +78,7 @@ def written(config, folder, beginnings=(), **others):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     model = pretrained.model(str(folder), dtype="float32", vocab_multiple=1)
-    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch())
+    shapes, specs = traced(model)
     tensors = {name: cases.tensor(name, zeros.shape) for name, zeros in expected(config, model, shapes, specs)}
     save_file({**cases.renamed(tensors, dict(beginnings)), **others}, folder / "model.safetensors")
     return folder
@@ -80,7 +87,7 @@ def written(config, folder, beginnings=(), **others):
 def load(folder, **changes):
     """The decoder of a folder and its parameters, after the checks of a start."""
     model = pretrained.model(str(folder), dtype="float32", vocab_multiple=1, **changes)
-    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch())
+    shapes, specs = traced(model)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
     source = model.published(str(folder))
