@@ -3,7 +3,7 @@
 import collections
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -114,6 +114,34 @@ def _sums(program: Program, state: TrainState, batches: HostBatches) -> dict[str
     evaluation = EvaluationPass(program, state, batches)
     collections.deque(evaluation.answers(), maxlen=0)  # runs the pass
     return evaluation.sums
+
+
+def position_ranges(length: int) -> list[range]:
+    """Divides the positions 0 … `length` - 1: the first 64th, then as many as before, at most seven times."""
+    ends = [0, *sorted({length // 2**n for n in range(6, -1, -1)} - {0})]
+    return [range(first, end) for first, end in itertools.pairwise(ends)]
+
+
+def by_position(
+    program: Program, state: TrainState, batches: HostBatches, ranges: Sequence[range]
+) -> list[dict[str, WeightedSum]]:
+    """Returns the sums of `eval_step` over the tokens whose position in their document lies in each range.
+
+    It runs a step for each range and batch, in which other tokens have the weight 0. All hosts must call it with the
+    same number of batches.
+
+    Args:
+      program, state: what to evaluate.
+      batches: this host's rows, with `positions` and `weights`.
+      ranges: the ranges of positions.
+    """
+    sums: list[dict[str, WeightedSum]] = [{} for _ in ranges]
+    for batch in batches:
+        for number, own in enumerate(ranges):
+            inside = (batch["positions"] >= own.start) & (batch["positions"] < own.stop)
+            placed = program.put({**batch, "weights": batch["weights"] * inside})
+            sums[number] = trainer.add_sums(sums[number], jax.device_get(program.eval_step(state, placed)))
+    return sums
 
 
 class Evaluate(Hook):

@@ -6,7 +6,7 @@ If the task judges answers by votes (`AnswerJudge`), the votes of several checkp
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from core.batches import is_same_data
@@ -14,8 +14,9 @@ from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.files import paths
 from core.hosts import activity, distributed
+from core.step import TrainState
 from core.training import frozen, trainer
-from core.training.evaluation import EvaluationPass, FirstBatches, curves_apart
+from core.training.evaluation import EvaluationPass, FirstBatches, by_position, curves_apart
 from core.types import (
     AnswerJudge,
     DataLayout,
@@ -102,9 +103,25 @@ class Scores:
       ensembles: the entries of cumulative.json.
     """
 
-    def __init__(self, run_dir: str, about: Mapping[str, Any], judge: AnswerJudge | None, *, cumulative: bool):
-        """`cumulative`: for every N, also score the votes of the first N checkpoints."""
-        self.about, self.judge = about, judge
+    def __init__(
+        self,
+        run_dir: str,
+        about: Mapping[str, Any],
+        judge: AnswerJudge | None,
+        *,
+        cumulative: bool,
+        positions: Sequence[range] = (),
+    ):
+        """Takes what to score.
+
+        Args:
+          run_dir: where to write.
+          about: entries to write into every file.
+          judge: scores the answers, or None.
+          cumulative: for every N, also score the votes of the first N checkpoints.
+          positions: ranges of positions in a document; the loss is also computed for the tokens of each.
+        """
+        self.about, self.judge, self._positions = about, judge, positions
         self.checkpoints: list[Mapping[str, Any]] = []
         self.ensembles: list[Mapping[str, Any]] = []
         self._folder = paths.resolve(run_dir) / FOLDER
@@ -152,9 +169,19 @@ class Scores:
             "means": means,
             "by_step": by_step,
         }
+        if self._positions:
+            score["by_position"] = self._by_position(program, state, held_out.open(layout))
         if distributed.is_host_zero():
             self._add(score, votes)
         return True
+
+    def _by_position(self, program: Any, state: TrainState, batches: FirstBatches) -> list[dict[str, Any]]:
+        sums = [found["loss"] for found in by_position(program, state, batches, self._positions)]
+        return [
+            {"first": own.start, "last": own[-1], "scored": round(float(s.weight)), "loss": float(s.total / s.weight)}
+            for own, s in zip(self._positions, sums, strict=True)
+            if s.weight > 0
+        ]
 
     def _add(self, score: dict[str, Any], votes: Any) -> None:
         self.checkpoints.append(score)

@@ -22,7 +22,7 @@ from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.files import paths
 from core.hosts import distributed
-from core.training import scoring
+from core.training import evaluation, scoring
 from core.training.evaluation import Scored
 from core.training.scoring import HeldOut, Scores
 from core.types import AnswerJudge, Judges, can
@@ -66,6 +66,12 @@ def _show_tables(results: Scores) -> None:
         rows = [found["by_step"][name] for found in results.checkpoints]
         table = _table([str(step) for step in range(1, len(curve) + 1)], rows, labels, digits=3)
         console.print(Group(f"{name} after each recursion step", table))
+    if "by_position" in first:
+        headings = [f"{own['first']:,}–{own['last']:,}" for own in first["by_position"]]
+        rows = [[own["loss"] for own in found["by_position"]] for found in results.checkpoints]
+        scored = ", ".join(f"{own['scored']:,}" for own in first["by_position"])
+        what = f"loss by position in the document; tokens: {scored}"
+        console.print(Group(what, _table(headings, rows, labels)))
     if results.judge:
         found = [checkpoint[results.judge.name] for checkpoint in results.checkpoints]
         if len(results.ensembles) > 1:
@@ -109,6 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_examples,
         help="held-out puzzles, questions or rows of text (default: those of the run's own evaluations)",
     )
+    parser.add_argument(
+        "--by-position",
+        action="store_true",
+        help="also show the loss of tokens by their position in the document; takes up to seven passes more",
+    )
     for other in _OTHERS:
         other.add_arguments(parser)
     submission = "ARC: write two attempts per test, from the votes of all checkpoints"
@@ -146,6 +157,8 @@ def run(args: argparse.Namespace) -> int:
     experiment = dataclasses.replace(built, task=asked.task)
     if problems := experiment.data_problems(prepared=False):
         raise UserError("\n".join(problems))
+    if args.by_position:
+        _require_positions(experiment)
     if args.submission:
         if _judge(experiment) is None:
             raise UserError(
@@ -176,6 +189,8 @@ def _other(args: argparse.Namespace) -> types.ModuleType | None:
     asked = [name for name in uses if _is_given(args, name)]
     if len(asked) > 1:
         raise UserError(f"give one of {', '.join(map(_flag, asked))} at a time")
+    if asked and args.by_position:
+        raise UserError(f"--by-position does not go with {_flag(asked[0])}: leave one out")
     used = [name for asking in asked for name in uses[asking]]
     given = {name for own in uses.values() for name in own if _is_given(args, name)}
     if wrong := sorted(given.difference(used)):
@@ -192,6 +207,15 @@ def _is_given(args: argparse.Namespace, name: str) -> bool:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _require_positions(experiment: Experiment) -> None:
+    needed = {"positions", "weights"}
+    if lacks := sorted(needed - experiment.task.spec(experiment.batch_size).keys()):
+        raise UserError(
+            f"--by-position: rows of {type(experiment.task).__name__} have no {' and no '.join(lacks)}; expected a "
+            "task of text, such as text.files"
+        )
 
 
 def _judge(experiment: Experiment) -> AnswerJudge | None:
@@ -215,14 +239,22 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
         last_step=experiment.total_steps,
         host=host,
     )
-    results, removed = score(run, asked, step=args.step, all_steps=args.all_steps, spans=found.config.build().spans())
+    spans = found.config.build().spans()
+    positions = evaluation.position_ranges(experiment.row_length) if args.by_position else ()
+    results, removed = score(run, asked, step=args.step, all_steps=args.all_steps, spans=spans, positions=positions)
     if host.is_zero:
         _show(args, results, removed)
     distributed.barrier("evaluate/end")
 
 
 def score(
-    run: Run, asked: HeldOut, *, step: int | None = None, all_steps: bool = False, spans: Sequence[Span] = ()
+    run: Run,
+    asked: HeldOut,
+    *,
+    step: int | None = None,
+    all_steps: bool = False,
+    spans: Sequence[Span] = (),
+    positions: Sequence[range] = (),
 ) -> tuple[Scores, Sequence[int]]:
     """Scores checkpoints of a prepared run on held-out rows.
 
@@ -232,6 +264,7 @@ def score(
       step: the step of the checkpoint; None: the newest.
       all_steps: whether to score all checkpoints.
       spans: the phases of the run; empty: it has one.
+      positions: ranges of positions in a document, by which the loss is computed, too.
 
     Returns:
       The scores, and the steps of checkpoints that were removed before they were read.
@@ -248,7 +281,7 @@ def score(
     steps = saved_steps.select_together(run.run_dir, step=step, every=all_steps)
     if run.host.is_zero:
         print(f"{run.run_dir}: checkpoint {', '.join(map(str, steps))} on {about['evaluated_on']}", flush=True)
-    results = Scores(run.run_dir, about, judge, cumulative=all_steps)
+    results = Scores(run.run_dir, about, judge, cumulative=all_steps, positions=positions)
     keep = run.experiment.checkpointing.keep_checkpoints
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True, origin=run.origin)
     layout, data = run.program.partitioner.data_layout(asked.batch_size), _data_by_phase(run, spans, steps)

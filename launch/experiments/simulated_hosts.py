@@ -15,6 +15,7 @@ _PASSED_ON = (
     "--step",
     "--all-steps",
     "--num-examples",
+    "--by-position",
     "--submission",
     "--overwrite",
     "--task",

@@ -39,6 +39,7 @@ PARTS: Mapping[str, Sequence[str]] = {  # patterns of the files of each; a file 
         "launch/cli/cache_hidden_states.py",
         "launch/experiments/gate*.py",
         "gin/models/quickstart_ttt.gin",
+        "gin/long/positions/*ttt.gin",
         "gin/ponder/*",
     ),
     "trm": ("models/trm/*", "gin/optimizers/trm.gin", "gin/models/trm*.gin", "gin/trm/*"),

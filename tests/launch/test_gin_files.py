@@ -75,7 +75,7 @@ def test_a_slice_file_names_a_slice(name):
 
 EXPERIMENTS = [
     path.relative_to(environment.WORKSPACE).as_posix()
-    for folder in ("", "long", "long/text", "published", "trm", "trm/exp02a")
+    for folder in ("", "long", "long/text", "long/positions", "published", "trm", "trm/exp02a")
     for path in sorted((GIN / folder).glob("*.gin"))
     if "\ninclude '" in path.read_text()
 ]
@@ -146,10 +146,14 @@ def test_chunks_of_rows_suit_any_model_with_a_carry():
 
 
 @pytest.mark.covers("N08", "N09")
-def test_the_models_that_are_compared_on_real_text_have_equally_many_parameters():
+@pytest.mark.parametrize("folder", ["long/text", "long/positions"])
+def test_the_models_that_are_compared_on_real_text_have_equally_many_parameters(folder):
     """Sizes differ by less than 1 %, and no two files have the same layers."""
-    experiments = [loader.load(f"gin/long/text/{name}.gin").build() for name in names("long/text")]
+    experiments = [loader.load(f"gin/{folder}/{name}.gin").build() for name in names(folder)]
     states = [e.bind(mesh.topology_devices(slices.get(e.slice))).abstract_state for e in experiments]
     sizes = [sum(a.size for a in jax.tree.leaves(state.params)) for state in states]
-    assert max(sizes) < 1.01 * min(sizes), dict(zip(names("long/text"), sizes, strict=True))
+    assert max(sizes) < 1.01 * min(sizes), dict(zip(names(folder), sizes, strict=True))
+    if folder == "long/positions":  # and as many FLOPs, within one step
+        flops = [e.total_steps * e.flops_per_step for e in experiments]
+        assert max(flops) - min(flops) < max(e.flops_per_step for e in experiments)
     assert len({(e.model.num_layers, e.model.mixer, e.model.feed_forward) for e in experiments}) == len(experiments)

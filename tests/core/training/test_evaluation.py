@@ -73,6 +73,33 @@ def test_evaluate_divides_once_over_all_batches():
     assert means((0.0, 0.0)) == {}
 
 
+@pytest.mark.parametrize(
+    ("length", "ends"),
+    [(8192, [128, 256, 512, 1024, 2048, 4096, 8192]), (100, [1, 3, 6, 12, 25, 50, 100]), (3, [1, 3]), (1, [1])],
+)
+def test_ranges_of_positions_double_and_meet(length, ends):
+    assert evaluation.position_ranges(length) == [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def test_tokens_are_counted_by_their_position_in_the_document():
+    """The last document of a row begins at 0 again, and a token without weight counts nowhere."""
+
+    class Losses(Program):
+        def put(self, batch):
+            return batch
+
+        def eval_step(self, state, batch):
+            return {"loss": WeightedSum(np.sum(batch["loss"] * batch["weights"]), np.sum(batch["weights"]))}
+
+    row = {
+        "positions": np.array([[0, 1, 2, 3, 0, 1]]),
+        "weights": np.array([[1, 1, 1, 0, 1, 0.5]], np.float32),
+        "loss": np.array([[5, 4, 3, 100, 7, 6]], np.float32),
+    }
+    found = evaluation.by_position(Losses(), None, [row, row], [range(0, 1), range(1, 4), range(4, 8)])
+    assert [tuple(sums["loss"]) for sums in found] == [(24, 4), (20, 5), (0, 0)]
+
+
 def test_the_hook_is_due_at_multiples_and_at_the_end_and_opens_its_batches_once():
     written, opened = [], []
 

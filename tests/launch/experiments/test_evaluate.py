@@ -162,6 +162,8 @@ def test_a_model_without_answers_is_not_judged(command, parrot, parrot_run, monk
         (["{run}", "--gin", "BATCHSIZE = 3"], "did you mean 'BATCH_SIZE'"),
         (["{run}", "--gin", "DATA = 'nowhere'"], "no puzzles in 'nowhere'"),
         (["{run}", "--submission", "{run}/config.gin/x"], "cannot write to"),
+        (["{run}", "--by-position"], "--by-position: rows of PuzzleTask have no positions and no weights; expected a"),
+        (["{text}", "--by-position", "--lm-eval", "arc_easy"], "--by-position does not go with --lm-eval: leave one"),
         (["{text}", "--submission", "x.json"], "this run's task has no attempts to submit; expected an ARC dataset"),
         (["{text}", "--gin", "EVAL_BATCHES = 0"], "give --num-examples N or --num-examples all"),
         (["{run}", "--gin", "EVAL_BATCHES = 0"], "give --num-examples N or --num-examples all"),

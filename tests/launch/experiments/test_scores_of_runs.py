@@ -107,13 +107,18 @@ def test_text_scores_alike_under_another_strategy(command, one_host, tmp_path):
     found = {}
     for name in ("fsdp", "tensor"):
         swap = ["--gin", f"STRATEGY = @strategies.{name}()"]
-        code, said = command("evaluate", tmp_path / "run", "--rows", "9", *swap)
+        code, said = command("evaluate", tmp_path / "run", "--rows", "9", "--by-position", *swap)
         assert code == 0, said
+        assert "loss by position in the document; tokens: 16, 16, 32, 64, 128, 256" in said
         assert "on the validation data, at most 16 rows" in said
         found[name] = written(tmp_path / "run", 1)
     assert {name: of["strategy"] for name, of in found.items()} == {"fsdp": "fsdp", "tensor": "tensor"}
     assert found["tensor"]["scored"] == found["fsdp"]["scored"] == 16 * 32
     assert found["tensor"]["means"] == pytest.approx(found["fsdp"]["means"], rel=1e-5)
+    parts = {name: [own["loss"] for own in of["by_position"]] for name, of in found.items()}
+    assert parts["tensor"] == pytest.approx(parts["fsdp"], rel=1e-5)
+    whole = sum(own["loss"] * own["scored"] for own in found["fsdp"]["by_position"]) / (16 * 32)
+    assert whole == pytest.approx(found["fsdp"]["means"]["loss"], rel=1e-6)
     assert found["tensor"]["means"]["loss"] == pytest.approx(math.log(259), rel=0.15)
 
 
