@@ -52,7 +52,7 @@ class Log(Hook):
     """Writes the metrics of the first step of this start, of every `every`-th step and of the last one.
 
     Loss, learning rate and gradient norm are those of the step; rates and the model's own metrics are means since the
-    last line.
+    last line, without the metrics of updates that were left out. After a rollback, these begin anew.
     """
 
     def __init__(self, write: Scalars, *, every: int, items_per_step: int, last_step: int | None = None):
@@ -65,13 +65,18 @@ class Log(Hook):
         self._waits: list[float] = []
         self._on_devices: list[float] = []
         self._sums: dict[str, WeightedSum] = {}
+        self._step = 0  # the last one
         self._started = False
 
     def after_step(self, report: StepReport) -> None:
+        if report.step <= self._step:
+            self._forget()
+        self._step = report.step
         self._seconds.append(report.seconds)
         self._waits.append(report.input_wait_seconds)
         self._on_devices.append(report.device_seconds)
-        self._sums = trainer.add_sums(self._sums, report.sums)
+        if not report.metrics.get(SKIPPED):
+            self._sums = trainer.add_sums(self._sums, report.sums)
         if self._started and report.step % self._every and report.step != self._last_step:
             return
         self._started = True
@@ -84,8 +89,11 @@ class Log(Hook):
             "tokens_per_second": self._items_per_step / mean_seconds,
         }
         own = trainer.means(self._sums)
-        self._seconds, self._waits, self._on_devices, self._sums = [], [], [], {}
+        self._forget()
         self._write(report.step, {**own, **report.metrics, **rates})
+
+    def _forget(self) -> None:
+        self._seconds, self._waits, self._on_devices, self._sums = [], [], [], {}
 
 
 def _mean(values: Sequence[float]) -> float:

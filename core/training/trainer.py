@@ -303,9 +303,12 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def add_sums(total: Mapping[str, WeightedSum], more: Mapping[str, WeightedSum]) -> dict[str, WeightedSum]:
-    """Adds sums by name, on the host, in float64; `total` may be empty."""
-    wide = {k: WeightedSum(np.float64(s.total), np.float64(s.weight)) for k, s in more.items()}
-    return jax.tree.map(np.add, dict(total), wide) if total else wide
+    """Adds sums by name, on the host, in float64; a name may be in only one of them."""
+    found = dict(total)
+    for name, (value, weight) in more.items():
+        before = found.get(name, WeightedSum(np.float64(0), np.float64(0)))
+        found[name] = WeightedSum(before.total + np.float64(value), before.weight + np.float64(weight))
+    return found
 
 
 def means(sums: Mapping[str, WeightedSum]) -> dict[str, float]:

@@ -40,6 +40,40 @@ def test_log_divides_once_per_interval_and_omits_metrics_without_weight():
     assert [v["loss"] for v in written] == [1.0, 3.0, 6.0, 9.0]  # of the step, as it is
 
 
+def test_log_takes_no_metrics_of_updates_that_were_left_out_and_none_from_before_a_rollback():
+    written = []
+    log = hooks.Log(
+        lambda step, values: written.append((step, values.get("entropy"), values["step_seconds"])),
+        every=4,
+        items_per_step=1,
+    )
+
+    def after(step, entropy, *, seconds=1.0, skipped=0.0):
+        sums = {"entropy": WeightedSum(np.float32(entropy), np.float32(1))}
+        log.after_step(report(step, seconds=seconds, sums=sums, **{hooks.SKIPPED: skipped}))
+
+    after(1, 1.0)
+    after(2, 2.0)
+    after(3, math.nan, skipped=1.0)
+    after(4, 4.0)
+    after(5, 100.0, seconds=9.0)
+    after(5, 5.0)  # the run went back to step 4
+    after(6, 6.0)
+    after(7, 7.0)
+    after(8, 8.0)
+    assert written == [(1, 1.0, 1.0), (4, 3.0, 1.0), (8, 6.5, 1.0)]
+
+
+def test_log_takes_metrics_that_only_some_steps_have():
+    written = []
+    log = hooks.Log(lambda step, values: written.append(values), every=4, items_per_step=1)
+    for step in range(1, 9):
+        sums = {"accuracy": WeightedSum(np.float32(step), np.float32(1))}
+        log.after_step(report(step, sums=sums | ({"update": WeightedSum(step, 1)} if step % 3 == 0 else {})))
+    assert [values["accuracy"] for values in written] == [1.0, 3.0, 6.5]
+    assert [values.get("update") for values in written] == [None, 3.0, 6.0]
+
+
 @pytest.mark.covers("O03")
 def test_a_step_is_split_into_waiting_for_data_the_devices_and_the_hosts_own_work():
     written = []

@@ -226,4 +226,6 @@ def test_sums_are_added_in_double_precision():
     for _ in range(3):
         total = trainer.add_sums(total, {"a": WeightedSum(np.float32(2**24 + 2), np.float32(0.5))})
     assert total == {"a": (3 * (2**24 + 2), 1.5)}
+    more = trainer.add_sums(total, {"b": WeightedSum(1.0, 2.0)})  # as a step with statistics brings
+    assert more == trainer.add_sums({"b": WeightedSum(1.0, 2.0)}, total) == {**total, "b": (1.0, 2.0)}
     assert trainer.means(total | {"nothing": WeightedSum(0.0, 0.0)}) == {"a": 2.0 * (2**24 + 2)}
