@@ -148,6 +148,8 @@ class Session:
             train_step, statistics = compile_together(run, self._first_step)
             if self._metrics:
                 self._metrics.ready()
+            if self._evaluate and self._is_evaluation_missing():
+                self._evaluate.at_boundary(self._first_step, start.state)
             state = trainer.train(
                 train_step,
                 self._batches,
@@ -157,8 +159,6 @@ class Session:
                 restore=self._rolled_back,
                 hooks=[*self._hooks(), *self._also],
             )
-            if self._evaluate and self._first_step >= run.last_step:  # nothing was left to train, so it evaluates once
-                self._evaluate.at_boundary(self._first_step, state)
         with activity.enter(activity.SAVING):
             self._checkpoints.close()
         activity.at(activity.ENDING)
@@ -167,6 +167,15 @@ class Session:
             progress.show_end(run, state, validation, checksum=checksum)
         distributed.barrier(f"run/end of step {run.last_step}")
         return validation
+
+    def _is_evaluation_missing(self) -> bool:
+        """Returns whether to evaluate at the start: nothing is left to train, or the run ended in this evaluation."""
+        run, step = self._run, self._first_step
+        if step >= run.last_step:
+            return True
+        if step <= run.span.first_step or not self._evaluate or not self._evaluate.needs_state(step):
+            return False
+        return distributed.decided_by_host_zero(lambda: not metrics.read(run.run_dir).has_evaluation(step))
 
     def _restored(self) -> Start:
         run, settings = self._run, self._run.experiment.checkpointing
@@ -258,13 +267,16 @@ class Session:
             from core.training import replicas
 
             used.append(replicas.Compare(heartbeat.compare, every=every))
-        if self._evaluate:
-            used.append(self._evaluate)
         saving = self._saving(preemption)
         if run.host.count > 1:
             together = {"checkpoint": saving[0]} | ({"evaluation": self._evaluate} if self._evaluate else {})
             used.insert(0, hooks.Meet(together, timeout_seconds=run.meeting_seconds))
-        used += [*saving, preemption, *self._profiles()]
+        evaluating = [self._evaluate] if self._evaluate else []
+        if settings.checkpointing.keep_best:  # a checkpoint contains its scores
+            used += [*evaluating, *saving, preemption]
+        else:  # a long evaluation must not delay a save
+            used += [*saving, preemption, *evaluating]
+        used += self._profiles()
         if file := environment.read("RENGA_STEP_FILE"):
             used.append(hooks.NoteStep(file, name=f"host {run.host.index}", step=self._first_step))
         if self._lock:

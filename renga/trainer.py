@@ -138,7 +138,7 @@ class Trainer:
         built = continuation.phase_of(self._on_devices().spans(), chosen).experiment
         sizes = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
         asked = scoring.select(built.task, **sizes, rows=rows)
-        experiment = dataclasses.replace(built, task=asked.task)
+        experiment = dataclasses.replace(built, task=asked.task, max_epochs=None)  # of training data
         run = self._prepared(experiment, experiment.spans()[0], last_step=1)
         results, _ = evaluate.score(run, asked, step=step)
         return dict(results.checkpoints[0]["means"])

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 
 from core import units
-from core.checkpoints import steps
+from core.checkpoints import inspection, steps
 from core.errors import UserError
 from core.files import paths
 from core.files.bookkeeping import Bookkeeping
@@ -100,17 +100,27 @@ def _identity(folder: paths.Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def fetch_newest(run_dir: str, place: str) -> int | None:
-    """Copies the newest step of `place` to a run directory with only older ones; returns its number.
+def fetch_newest(run_dir: str, place: str, *, say: Callable[[str], None]) -> int | None:
+    """Copies the newest intact step of `place` to a run directory with only older ones; returns its number.
 
-    It returns None if nothing was copied.
+    It returns None if nothing was copied. `say` receives a warning for every damaged copy.
     """
     own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
-    newest = max(steps.complete(there), default=0)
-    if newest <= max(steps.complete(own), default=0):
-        return None
-    copy_step(there / str(newest), own / str(newest))
-    return newest
+    newest = max(steps.complete(own), default=0)
+    for step in sorted((step for step in steps.complete(there) if step > newest), reverse=True):
+        copy_step(there / str(step), own / str(step))
+        found = inspection.verify(own / str(step))
+        if not found.damaged:
+            return step
+        steps.remove(own / str(step))
+        say(f"warning: in {place}, {found.describe()}. The run does not use this copy")
+    return None
+
+
+def _saved_at(step_folder: paths.Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # no restore needs this file
+        return steps.saved_at(step_folder)
+    return None
 
 
 class Copying:
@@ -120,6 +130,7 @@ class Copying:
         """`keep` is the number of copies to keep."""
         self._source, self._target = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
         self._keep, self._say = keep, say
+        self._copied: tuple[int, float | None] | None = None  # the last step, and when it was saved
         self._bookkeeping = Bookkeeping(os.fspath(self._target))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="copy of checkpoints", daemon=True)
@@ -141,17 +152,29 @@ class Copying:
             pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
 
     def copy_newest(self) -> None:
-        """Copies the newest step unless it was copied; removes old copies."""
+        """Copies the newest step unless it was copied; removes old copies.
+
+        A copy of an earlier save of this step is replaced.
+        """
         newest = max(steps.complete(self._source), default=None)
-        if newest is None or newest in (there := steps.complete(self._target)):
+        if newest is None:
+            return
+        source, target = self._source / str(newest), self._target / str(newest)
+        saved = (newest, _saved_at(source))
+        if self._copied == saved:
+            return
+        there = steps.complete(self._target)
+        if newest in there and _saved_at(target) == saved[1]:
+            self._copied = saved
             return
         began = time.monotonic()
         try:
-            size = copy_step(self._source / str(newest), self._target / str(newest))
+            size = copy_step(source, target)
         except FileNotFoundError:
             if newest in steps.complete(self._source):
                 raise
             return  # the run has removed the step, because there are newer ones
+        self._copied = saved
         if (file := self._source.parent / _CONFIGURATION).exists():
             paths.copy_between(file, self._target.parent / file.name)
         took = units.seconds(time.monotonic() - began, digits=2)

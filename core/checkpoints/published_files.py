@@ -140,7 +140,9 @@ def is_published(text: str) -> bool:
 
 def unknown(text: str) -> str:
     """Returns the message for a text that names neither a run nor a published model."""
-    folder = paths.resolve(text.rpartition("@")[0] or text)
+    from core.checkpoints import steps  # it imports jax, which takes a second
+
+    folder = paths.resolve(steps.split(text)[0])
     found = f"has neither checkpoints nor {CONFIG}" if folder.exists() else "does not exist"
     return (
         f"{text!r} is neither a run nor a published model: {folder} {found}. Give a run (runs/first), a step of it "

@@ -79,9 +79,17 @@ def folder_of(run: str) -> paths.Path:
     return folder
 
 
+def split(text: str) -> tuple[str, str | None]:
+    """Returns RUN and STEP of RUN@STEP, or RUN and None; an `@` in the path of a folder is no mark."""
+    run, mark, step = text.rpartition("@")
+    if not mark or "/" in step or paths.resolve(text).exists():
+        return text, None
+    return run, step
+
+
 def has_folder(text: str) -> bool:
     """Returns whether RUN or RUN@STEP names a run with a folder of checkpoints."""
-    folder = paths.resolve(text.rpartition("@")[0] or text)
+    folder = paths.resolve(split(text)[0])
     return folder.exists() if _is_folder_of_steps(folder) else (folder / FOLDER).exists()
 
 
@@ -102,14 +110,14 @@ def find(text: str) -> paths.Path:
     A step with the parameters alone is returned if there is no other of this number. Raises UserError if the text is
     malformed or there is no such step.
     """
-    run, mark, step = text.rpartition("@")
-    if mark and run and step == BEST:
+    run, step = split(text)
+    if run and step == BEST:
         step = str(best_of(run))
-    if mark and not (run and step.isdecimal()):
+    if step is not None and not (run and step.isdecimal()):
         raise UserError(f"{text!r}: expected RUN, RUN@STEP with a step number, such as runs/first@1000, or RUN@{BEST}")
-    folder, *beside = folders_of(run if mark else text)
+    folder, *beside = folders_of(run)
     existing = complete(folder)
-    chosen = int(step) if mark else max(existing, default=None)
+    chosen = max(existing, default=None) if step is None else int(step)
     if chosen in existing:
         return folder / str(chosen)
     listed = ", ".join(map(str, existing)) or "none"
@@ -117,7 +125,7 @@ def find(text: str) -> paths.Path:
         if chosen in (alone := complete(other)):
             return other / str(chosen)
         listed += f"; with parameters alone: {', '.join(map(str, alone)) or 'none'}"
-    raise UserError(f"no complete checkpoint {f'of step {step} ' if mark else ''}in {folder}; existing steps: {listed}")
+    raise UserError(f"no complete checkpoint {f'of step {step} ' if step else ''}in {folder}; existing steps: {listed}")
 
 
 class Best(NamedTuple):
@@ -219,9 +227,15 @@ def saved_at(step_folder: paths.Path) -> float:
 
 
 def remove(folder: paths.Path) -> None:
-    """Removes a step or a leftover; first the file that marks it complete."""
-    if (folder / _COMPLETE_MARK).exists():
-        (folder / _COMPLETE_MARK).unlink()
+    """Removes a step or a leftover, first what makes it complete; `clear` removes what an interruption leaves."""
+    if paths.is_remote(folder):
+        for mark in reversed(MARKS):
+            if (folder / mark).exists():
+                (folder / mark).unlink()
+    else:
+        aside = folder.parent / f"{folder.name}{_TEMPORARY}-{time.time_ns()}"
+        folder.rename(aside)
+        folder = aside
     folder.rmtree()
 
 

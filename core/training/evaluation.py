@@ -13,7 +13,7 @@ from core import units
 from core.batches import KnowsShare
 from core.hosts import activity
 from core.step import TrainState
-from core.training import trainer
+from core.training import metrics, trainer
 from core.training.trainer import Hook
 from core.types import Batch, WeightedSum, can
 
@@ -187,7 +187,7 @@ class Evaluate(Hook):
                 self._batches, self._share = list(opened), opened.share
             sums = _sums(self._program, state, self._batches)
             means = {**trainer.means(sums), **self._also(state)}
-        self.latest = {f"validation/{name}": value for name, value in means.items()}
+        self.latest = {f"{metrics.VALIDATION}{name}": value for name, value in means.items()}
         self.step = step
         self.scored = Scored(float(sums["loss"].weight) if sums else 0.0, self._share)
         self._write(step, self.latest)

@@ -61,6 +61,7 @@ DASHBOARD = {
     },
 }
 
+VALIDATION = "validation/"  # begins the names of an evaluation's metrics
 _SECONDS_BETWEEN_COPIES = 30.0  # limits the rate of writes to a bucket
 
 
@@ -280,6 +281,9 @@ class WeightsAndBiases:
                 self._local.cleanup()
 
 
+_NOT_FINITE = ("nan", "inf", "-inf")  # as text, because JSON has no such numbers
+
+
 def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
@@ -340,7 +344,7 @@ class RunMetrics:
 
     Attributes:
       step: the highest recorded step; 0 if there is none.
-      by_step: numbers by step and name; values that are not finite are left out.
+      by_step: numbers by step and name.
       texts: recorded texts, by tag.
     """
 
@@ -348,17 +352,24 @@ class RunMetrics:
     by_step: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Returns whether an evaluation at this step is recorded."""
+        return any(name.startswith(VALIDATION) for name in self.by_step.get(step, {}))
+
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Returns the (step, value) pairs of a metric."""
-        return [(step, values[name]) for step, values in sorted(self.by_step.items()) if name in values]
+        """Returns the (step, value) pairs of a metric whose values are finite."""
+        return [(step, value) for step, value in self._recorded(name) if math.isfinite(value)]
 
     def last(self, name: str) -> float | None:
-        """Returns the latest value of a metric, or None."""
-        found = self.curve(name)
+        """Returns the latest value of a metric, which may be NaN or infinite, or None."""
+        found = self._recorded(name)
         return found[-1][1] if found else None
 
+    def _recorded(self, name: str) -> list[tuple[int, float]]:
+        return [(step, values[name]) for step, values in sorted(self.by_step.items()) if name in values]
+
     def best(self, name: str) -> tuple[int, float] | None:
-        """Returns the step and value of a metric's first maximum, or None."""
+        """Returns the step and value of a metric's first finite maximum, or None."""
         return max(self.curve(name), key=lambda point: (point[1], -point[0]), default=None)
 
     def first_at(self, name: str, *, least: float) -> int | None:
@@ -366,7 +377,7 @@ class RunMetrics:
         return next((step for step, value in self.curve(name) if value >= least), None)
 
     def median(self, name: str) -> float | None:
-        """Returns the median of a metric over all recorded steps, or None."""
+        """Returns the median of a metric's finite values, or None."""
         values = [value for _, value in self.curve(name)]
         return statistics.median(values) if values else None
 
@@ -388,7 +399,8 @@ def read(run_dir: str) -> RunMetrics:
             texts[str(row["tag"])] = str(row.get("text", ""))
         elif isinstance(step, int):
             numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
-            by_step.setdefault(step, {}).update(numbers)
+            not_finite = {k: float(v) for k, v in row.items() if v in _NOT_FINITE}
+            by_step.setdefault(step, {}).update(numbers | not_finite)
     return RunMetrics(max(by_step, default=0), by_step, texts)
 
 

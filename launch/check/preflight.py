@@ -261,7 +261,7 @@ def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts)
     initial = warm_start.find(experiment, program, is_visible=lambda place: _is_visible(place, hosts))
     assert initial is not None, text
     found = "\n".join(filter(None, (initial.source.describe(), initial.notes)))
-    shipped = [] if paths.is_remote(text) or hosts not in _AWAY else [text.partition("@")[0]]
+    shipped = [] if paths.is_remote(text) or hosts not in _AWAY else [steps.split(text)[0]]
     left = workstation.left_behind(shipped, workspace=environment.WORKSPACE)
     return Finding(_INITIAL, not left, left[0] if left else found, is_note=bool(initial.notes))
 

@@ -17,6 +17,7 @@ from rich.console import Group
 from rich.table import Table
 
 from core import slices, versions
+from core.batches import row_length
 from core.checkpoints import steps as saved_steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
@@ -25,7 +26,7 @@ from core.hosts import distributed
 from core.training import evaluation, scoring
 from core.training.evaluation import Scored
 from core.training.scoring import HeldOut, Scores
-from core.types import AnswerJudge, Judges, can
+from core.types import AnswerJudge, Judges, SplitsRows, Task, can
 from launch import environment, flags, terminal
 from launch.experiment import Experiment, Span
 from launch.experiments import saved_run, simulated_hosts
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         jax.config.update("jax_platforms", "cpu")
     sizes = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
     asked = scoring.select(built.task, **sizes, rows=args.num_examples)
-    experiment = dataclasses.replace(built, task=asked.task)
+    experiment = dataclasses.replace(built, task=asked.task, max_epochs=None)  # of training data
     if problems := experiment.data_problems(prepared=False):
         raise UserError("\n".join(problems))
     if args.by_position:
@@ -218,6 +219,11 @@ def _require_positions(experiment: Experiment) -> None:
         )
 
 
+def _positions(task: Task) -> Sequence[range]:
+    whole = task.whole if can(task, SplitsRows) else task  # positions count through all chunks of a row
+    return evaluation.position_ranges(row_length(whole.spec(whole.num_streams)))
+
+
 def _judge(experiment: Experiment) -> AnswerJudge | None:
     return experiment.task.judge() if can(experiment.task, Judges) else None
 
@@ -240,7 +246,7 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
         host=host,
     )
     spans = found.config.build().spans()
-    positions = evaluation.position_ranges(experiment.row_length) if args.by_position else ()
+    positions = _positions(experiment.task) if args.by_position else ()
     results, removed = score(run, asked, step=args.step, all_steps=args.all_steps, spans=spans, positions=positions)
     if host.is_zero:
         _show(args, results, removed)

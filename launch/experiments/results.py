@@ -81,8 +81,8 @@ def rows(
         seeds = [r for e, r in zip(entries, found, strict=True) if e.path == entry.path]
         is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds)
         row["score"] = "exact_accuracy" if is_accuracy else "validation_loss"
-        known = [seed[row["score"]] for seed in seeds if seed[row["score"]] is not None]
-        if len(known) > 1:
+        by_run = {seed["run"]: seed[row["score"]] for seed in seeds if seed[row["score"]] is not None}
+        if len(known := list(by_run.values())) > 1:  # a seed may be that of the file, and its run the same
             row |= {"mean_of_seeds": statistics.fmean(known), "spread_of_seeds": max(known) - min(known)}
     return found
 

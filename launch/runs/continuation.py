@@ -13,6 +13,7 @@ from core.checkpoints import reading, steps, writing
 from core.errors import UnreachableError, UserError
 from core.files import paths
 from core.hosts import distributed
+from core.training import metrics
 from launch import environment
 from launch.config import Settings, differences
 from launch.config.differences import Difference
@@ -202,7 +203,7 @@ def described_changes(step: int, found: Sequence[Difference]) -> str:
 def has_ended(
     run_dir: str, config: Settings | str, spans: Sequence[Span], *, steps: int | None, is_elsewhere: bool = False
 ) -> bool:
-    """Returns whether nothing is left to train. All hosts must call it.
+    """Returns whether nothing is left to train or to evaluate. All hosts must call it.
 
     Args:
       steps: the value of --steps; None: the experiment's last step.
@@ -228,6 +229,11 @@ def has_ended(
     return bool(said)
 
 
+def is_evaluated(run_dir: str, experiment: Experiment, step: int) -> bool:
+    """Returns whether the evaluation at the last step is recorded, or the experiment has none."""
+    return not experiment.evaluation.eval_batches or metrics.read(run_dir).has_evaluation(step)
+
+
 def _ended(found: Newest, run_dir: str, config: Settings | str, spans: Sequence[Span], steps: int | None) -> str:
     total = spans[-1].last_step
     last_step, named = (steps, "--steps") if steps and steps < total else (total, "TOTAL_STEPS")
@@ -242,6 +248,8 @@ def _ended(found: Newest, run_dir: str, config: Settings | str, spans: Sequence[
             f"nothing would be trained: {what}. {described_changes(found.step, changed)}\n"
             f"Give another --run-dir for a new run{further}"
         )
+    if found.step == last_step and not is_evaluated(run_dir, phase_of(spans, last_step).experiment, last_step):
+        return ""
     return (
         f"nothing to train: {what}.\n"
         f"  train longer   raise {named}\n"

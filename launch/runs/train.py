@@ -135,8 +135,9 @@ def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> Non
     from core.checkpoints import copying
 
     copying.require_place(run_dir, experiment.checkpointing.checkpoint_mirror, hosts=host.count)
-    if step := copying.fetch_newest(run_dir, experiment.checkpointing.checkpoint_mirror):
-        print(f"checkpoint {step} was copied back from {experiment.checkpointing.checkpoint_mirror}", flush=True)
+    place = experiment.checkpointing.checkpoint_mirror
+    if step := copying.fetch_newest(run_dir, place, say=functools.partial(print, flush=True)):
+        print(f"checkpoint {step} was copied back from {place}", flush=True)
 
 
 def run_phases(
@@ -157,17 +158,17 @@ def run_phases(
       PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
     """
     validation: dict[str, float] = {}
-    while (span := _next(spans, run_dir)).first_step < last_step:
+    while (span := _next(spans, run_dir, last_step)).first_step < last_step:
         with contextlib.suppress(EarlierPhaseError):  # trains the previous phase again
             validation = Session(prepare(span), lock=lock).run()
             if last_step <= span.last_step:
                 return validation
-    print(f"note: step {span.first_step} is already done: raise --steps, or use another --run-dir")
+    print(f"note: step {span.first_step} is already done: train for more steps, or use another run directory")
     return validation
 
 
-def _next(spans: Sequence[Span], run_dir: str) -> Span:
-    """Returns the phase that trains after the newest checkpoint. All hosts must call it."""
+def _next(spans: Sequence[Span], run_dir: str, last_step: int) -> Span:
+    """Returns the phase that trains after the newest checkpoint, or that ended in it. All hosts must call it."""
     folder = paths.resolve(run_dir) / steps.FOLDER
     done = distributed.decided_by_host_zero(lambda: max(steps.complete(folder), default=0))
-    return continuation.phase_after(spans, done)
+    return continuation.phase_of(spans, done) if done == last_step else continuation.phase_after(spans, done)

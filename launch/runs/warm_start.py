@@ -129,8 +129,8 @@ def _pinned(text: str) -> str:
         return text
     if not steps.has_folder(text):
         raise UserError(f"INIT_FROM = {published_files.unknown(text)}")
-    step = steps.find(text)
-    return text if "@" in text else f"{text}@{step.name}"
+    newest = steps.find(text)
+    return text if steps.split(text)[1] else f"{text}@{newest.name}"
 
 
 def _opened(model: Model, text: str) -> warm_start.ParameterSource:

@@ -101,10 +101,55 @@ def test_a_machine_without_the_checkpoints_gets_the_newest_back(run, tmp_path):
     with copying.Copying(str(run), place, keep=2, say=print):
         pass
     copying.require_place(fresh, place, hosts=1)  # as a restart on another machine does
-    assert copying.fetch_newest(fresh, place) == 9
+    said = []
+    assert copying.fetch_newest(fresh, place, say=said.append) == 9
     assert intact(fresh) == [9]
-    assert copying.fetch_newest(fresh, place) is None
-    assert copying.fetch_newest(str(run), place) is None
+    assert copying.fetch_newest(fresh, place, say=said.append) is None
+    assert copying.fetch_newest(str(run), place, say=said.append) is None
+    assert said == []
+
+
+@pytest.mark.covers("C13")
+def test_a_damaged_copy_is_passed_over_and_replaced_when_its_step_is_saved_again(run, tmp_path):
+    """A machine without checkpoints gets the newest intact one, and nothing damaged stays behind."""
+    place, fresh, said = tmp_path / "kept", tmp_path / "fresh", []
+    copier = copying.Copying(str(run), str(place), keep=2, say=said.append)
+    (run / "checkpoints" / "9").rename(run / "9")
+    copier.copy_newest()
+    (run / "9").rename(run / "checkpoints" / "9")
+    copier.copy_newest()
+    damaged = max((place / "checkpoints" / "9" / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    said.clear()
+    assert copying.fetch_newest(str(fresh), str(place), say=said.append) == 7
+    assert [line.splitlines()[0].split(" (")[0] for line in said] == [f"warning: in {place}, step 9: DAMAGED"]
+    assert [folder.name for folder in (fresh / "checkpoints").iterdir()] == ["7"]
+
+    copying.Copying(str(run), str(place), keep=2, say=said.append).copy_newest()
+    assert inspection.verify(paths.resolve(place) / "checkpoints" / "9").damaged  # it is the same save
+    state = {"params": {"w": jax.device_put(np.arange(1000.0))}}
+    steps.remove(run / "checkpoints" / "9")
+    again = store.Checkpoints(str(run / "checkpoints"), keep=9)
+    again.save(9, state=state, data={"a": b"9"}, meta={})
+    again.close()
+    copier.copy_newest()
+    assert intact(place) == [7, 9]
+
+
+def test_a_step_whose_removal_was_interrupted_is_removed_at_the_next_start(run, monkeypatch):
+    folder = run / "checkpoints"
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(folder), "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps.remove(folder / "7")
+    assert steps.complete(folder) == [3, 9]
+    assert [left.what for left in steps.leftovers(folder)] == ["unfinished"]
+    steps.clear(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["3", "9"]
 
 
 def test_two_runs_cannot_share_a_place(run, saved, tmp_path):

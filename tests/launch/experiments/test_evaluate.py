@@ -15,6 +15,7 @@ from launch.config import loader
 from launch.experiments import evaluate, saved_run
 from launch.runs import prepared_run
 from tasks import synthetic
+from tasks.chunked import ChunkedTask
 from tests.launch.experiments.saved_configs import save_config
 
 FIRST = {"1": 0.25, "2": 0.75, "5": 0.75, "10": 0.75, "100": 0.75, "1000": 0.75}
@@ -181,6 +182,12 @@ def test_wrong_arguments_are_reported_before_anything_starts(command, monkeypatc
     code, said = command("evaluate", *(word.format(**names) for word in argv))
     assert code == 2
     assert message.format(**names) in said
+
+
+def test_positions_count_through_the_chunks_of_a_row():
+    whole = synthetic.random_tokens(vocab_size=3, length=512, num_streams=2)
+    assert evaluate._positions(whole)[-1] == range(256, 512)
+    assert evaluate._positions(ChunkedTask(whole, 64)) == evaluate._positions(whole)
 
 
 def test_a_run_without_a_checkpoint(command, parrot_run, tmp_path):
