@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from core.checkpoints import steps
 from core.errors import UserError
 from core.files import paths
 from core.hosts import exit_codes
@@ -239,7 +240,7 @@ class Suite:
             if (
                 saved is not None
                 and differences.is_same(saved, entry.text)
-                and metrics.read(run_dir).step >= self.mode.last_step(entry)
+                and has_ended(run_dir, entry.experiment, last_step=self.mode.last_step(entry))
             ):
                 same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
                 text = "already done" if same else f"already done in {run_dir}"
@@ -268,10 +269,12 @@ class Suite:
             self.run_dirs[entry.id] = run_dir
             self.entries[number] = ran = as_run(entry, text=saved)
             step, last = metrics.read(run_dir).step, ran.experiment.total_steps
+            is_done = has_ended(run_dir, ran.experiment, last_step=last)
             text = "done" if run_dir == entry.run_dir else f"done in {run_dir}"
-            text = text if step >= last else f"step {step:,} of {last:,}"
+            lacks = ", without its last evaluation or checkpoint" if step >= last else ""
+            text = text if is_done else f"step {step:,} of {last:,}{lacks}"
             text = f"same as {entry.same_as}: {text}" if entry.same_as else text
-            self.status[entry.id] = Status(State.DONE if step >= last else State.UNFINISHED, text)
+            self.status[entry.id] = Status(State.DONE if is_done else State.UNFINISHED, text)
 
     def run(self, requested: Sequence[int] = ()) -> int:
         """Runs the experiments that are not done; continues after failures.
@@ -317,6 +320,15 @@ class Suite:
         """Returns the last lines of the output of the entry's process; [] if there is no log."""
         log = self.logs[entry.id]
         return log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+
+
+def has_ended(run_dir: str, experiment: Experiment, *, last_step: int) -> bool:
+    """Returns whether a run has recorded, evaluated and saved its last step; its checkpoints may have been removed."""
+    found, folder = metrics.read(run_dir), paths.resolve(run_dir) / steps.FOLDER
+    lacks_evaluation = experiment.evaluation.eval_batches and not found.has_evaluation(last_step)
+    if found.step < last_step or (found.step == last_step and lacks_evaluation):
+        return False
+    return not folder.exists() or max(steps.complete(folder), default=0) >= last_step
 
 
 def difference(existing: str, wanted: str) -> str:

@@ -87,6 +87,14 @@ def test_a_part_is_as_large_as_the_runs_own_evaluations(command, parrot_run, one
     assert (found["evaluated_on"], found["scored"]) == ("all 7 held-out puzzles", 7)
 
 
+def test_an_evaluation_does_not_count_the_epochs_of_training(command, parrot_run, tmp_path):
+    """Which would be counted from the first step, although a phase may begin later."""
+    shutil.copytree(parrot_run, tmp_path / "run")
+    few = ["--gin", "from launch import experiment", "--gin", "experiment.Experiment.max_epochs = 1e-3"]
+    code, said = command("evaluate", tmp_path / "run", "--rows", "3", *few)
+    assert code == 0, said
+
+
 def test_a_checkpoint_removed_before_it_is_read_is_skipped(command, parrot_run, monkeypatch, tmp_path):
     shutil.copytree(parrot_run, tmp_path / "run")
     original = scores.Scores.evaluate

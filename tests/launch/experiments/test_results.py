@@ -132,6 +132,10 @@ def test_experiments_of_text_have_losses_and_what_they_differ_in(text_suite):
     assert [row["validation_loss"] for row in rows] == [2.125, 3.125, 4.125, None]
     assert (rows[0]["mean_of_seeds"], rows[0]["spread_of_seeds"]) == (2.625, 1.0)
     assert rows[2]["mean_of_seeds"] is None
+    one, other, *_ = text_suite.run_dirs
+    same = {**text_suite.run_dirs, other: text_suite.run_dirs[one]}  # as if the file had seed 1, too
+    alike = results.rows(text_suite.entries, status=text_suite.status, run_dirs=same)
+    assert alike[0]["mean_of_seeds"] is None
     text = results_page.page(rows, title="t", note="")
     assert all(f"<td>{cell}</td>" in text for cell in ("LEARNING_RATE = 0.001", "2.0000", "2.1250", "2.62"))
     assert "accuracy" not in text

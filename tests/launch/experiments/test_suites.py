@@ -1,6 +1,7 @@
 """Running a suite: finished experiments are not repeated, failures do not stop it, duplicates run once."""
 
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -122,6 +123,21 @@ def test_a_run_before_its_last_step_is_not_done(suite):
     short.run()
     assert suite(Fake(steps=3)).status["mine/a"].text == "already done"
     assert suite().status["mine/a"].text == "waiting"
+
+
+def test_a_run_that_ended_in_its_last_evaluation_or_save_is_not_done(suite, tmp_path):
+    suite().run()
+    run_dir = tmp_path / "runs" / "mine" / "a"
+    line = json.loads((run_dir / "metrics.jsonl").read_text())
+    assert texts(suite())["mine/a"] == "already done"
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": line["step"], "loss": 1.0}))
+    assert texts(suite())["mine/a"] == "waiting"
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line))
+    (run_dir / "checkpoints" / "2").mkdir(parents=True)  # the folder of a save that was not finished
+    assert texts(suite())["mine/a"] == "waiting"
+    gathered = suite()
+    gathered.gather()
+    assert texts(gathered)["mine/a"] == "step 4 of 4, without its last evaluation or checkpoint"
 
 
 def test_a_directory_of_another_experiment_is_refused(suite):

@@ -1,5 +1,6 @@
 """Whether a configuration continues a run: checks and starts agree, and a start that cannot changes nothing."""
 
+import functools
 import pathlib
 import re
 import shutil
@@ -9,12 +10,12 @@ import pytest
 
 from core.checkpoints import steps
 from core.errors import UnreachableError, UserError
-from core.training import compilation, scoring
+from core.training import compilation, evaluation, hooks, metrics, scoring
 from launch.check import preflight
 from launch.config import differences, loader
 from launch.experiments import evaluate, saved_run
 from launch.hosts.cluster import Host
-from launch.runs import continuation, prepared_run
+from launch.runs import continuation, prepared_run, train
 from launch.session import Session
 
 SMALL = (
@@ -163,6 +164,82 @@ def test_a_run_that_has_ended_says_so_and_is_not_taken_for_another(run_dir, caps
         assert "raise" not in str(error.value)  # which would be the next error
     assert not ended(*FASTER, steps=4)
     assert not continuation.has_ended(f"{run_dir}/none", "", loaded().build().spans(), steps=None)
+
+
+EVALUATED = ("EVAL_BATCHES = 1", "EVAL_INTERVAL = 3")
+
+
+def evaluated(run_dir):
+    return [step for step, values in metrics.read(str(run_dir)).by_step.items() if "validation/loss" in values]
+
+
+def test_a_run_that_ended_in_its_last_evaluation_evaluates_at_its_next_start(tmp_path, monkeypatch):
+    def ended():
+        config = loaded(*EVALUATED)
+        return continuation.has_ended(str(tmp_path), config.text, config.build().spans(), steps=None)
+
+    original, allowed = evaluation.Evaluate.at_boundary, [3]
+
+    def failing(hook, step, state):
+        if step not in allowed:
+            raise OSError("no such file")
+        original(hook, step, state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluation.Evaluate, "at_boundary", failing)
+        with pytest.raises(OSError, match="no such file"):
+            start(tmp_path, *EVALUATED)
+    assert (steps.complete(tmp_path / "checkpoints")[-1], evaluated(tmp_path)) == (6, [3])
+    assert not ended()
+    assert start(tmp_path, *EVALUATED)["validation/loss"] > 0
+    assert evaluated(tmp_path) == [3, 6]
+    assert ended()
+
+
+def test_an_evaluation_that_was_interrupted_is_made_before_training_continues(tmp_path, monkeypatch):
+    original, asked = evaluation.Evaluate.at_boundary, []
+
+    def once(hook, step, state):
+        asked.append(step)
+        if len(asked) == 1:
+            raise OSError("no such file")
+        original(hook, step, state)
+
+    monkeypatch.setattr(evaluation.Evaluate, "at_boundary", once)
+    with pytest.raises(OSError, match="no such file"):
+        start(tmp_path, *EVALUATED)
+    start(tmp_path, *EVALUATED)
+    assert asked == [3, 3, 6]
+    assert evaluated(tmp_path) == [3, 6]
+    start(tmp_path, *EVALUATED, "TOTAL_STEPS = 7", last_step=7)
+    assert asked == [3, 3, 6, 7]  # that of step 6 is recorded
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "order"), [("", ["save", "evaluate"]), ("validation/loss", ["evaluate", "save"])]
+)
+def test_a_save_waits_for_an_evaluation_only_if_it_contains_its_scores(tmp_path, monkeypatch, keep_best, order):
+    found = []
+    for name, kind in (("save", hooks.Save), ("evaluate", evaluation.Evaluate)):
+
+        def noted(hook, step, state, name=name, original=kind.at_boundary):
+            found.append(name)
+            original(hook, step, state)
+
+        monkeypatch.setattr(kind, "at_boundary", noted)
+    start(tmp_path, *EVALUATED, f"KEEP_BEST = '{keep_best}'", last_step=3)
+    assert found == order
+
+
+def test_a_second_call_at_the_end_of_a_phase_returns_its_evaluation(tmp_path):
+    config = loaded(*EVALUATED, *LONGER)
+    told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 3, "host": Host(0, 1, True)}
+    prepare = functools.partial(prepared_run.prepare_run, **told)
+    first, again = (
+        train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=3, lock=None) for _ in range(2)
+    )
+    assert first == again
+    assert first["validation/loss"] > 0
 
 
 @pytest.mark.parametrize("kind", [UnreachableError, PermissionError])
