@@ -8,6 +8,7 @@ from core.errors import Problem
 from launch import terminal
 
 LAYOUT = "layout"  # name of the finding that says whether model, batch and strategy fit the slice
+OF_PHASE = " of phase "  # between the name of a finding and the number of a later phase
 
 
 class Finding(NamedTuple):
@@ -30,6 +31,11 @@ class Finding(NamedTuple):
         """Returns the finding of a check that raised an error."""
         detail = error.args[0] if error.args and isinstance(error.args[0], Problem) else str(error)
         return cls(name, False, detail)
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether it says that model, batch and strategy fit the slice, in any phase."""
+        return self.name.partition(OF_PHASE)[0] == LAYOUT
 
     @property
     def verdict(self) -> str:

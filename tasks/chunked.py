@@ -36,7 +36,10 @@ class ChunkedTask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "whole":  # looked up while an object is copied
             raise AttributeError(name)
-        return getattr(self.whole, name)
+        found = getattr(self.whole, name)
+        if name == "evaluating":  # which returns the task with fewer rows to evaluate
+            return lambda rows: dataclasses.replace(self, whole=found(rows))
+        return found
 
     def with_rows(self, whole: Task, length: int) -> ChunkedTask:
         """Returns a task of chunks of the rows of `whole`."""

@@ -15,7 +15,7 @@ from core import slices, versions
 from core.files import paths
 from core.training import metrics
 from launch import environment, flags
-from launch.findings import LAYOUT, Finding, from_json, is_ready, to_json
+from launch.findings import Finding, from_json, is_ready, to_json
 from launch.hosts import tpu_host
 
 NAME = "check.json"
@@ -68,7 +68,7 @@ def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
     bindings = ("--gin", f"include 'gin/strategies/{strategy}.gin'")
     found, checked = _check(args, name, *bindings, "--part", "small", run_dir=run_dir)
     failed = [finding for finding in found if not finding.ok]
-    if {finding.name for finding in failed} == {LAYOUT}:
+    if failed and all(finding.is_layout for finding in failed):
         return Finding(name, True, f"not tried, its layout does not fit: {failed[0].detail}", is_note=True)
     return _judged(name, _pod(args, run_dir, *bindings, "--check", "smoke")) if checked.ok else checked
 

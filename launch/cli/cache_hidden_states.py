@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the hidden states of the base model."""
     limits = _limits(args.rows)
-    paths.check_writable(args.out)
+    if paths.is_remote(args.out):
+        raise UserError(f"--out {args.out}: expected a local folder, which training maps into memory")
+    paths.check_writable(paths.resolve(args.out))
     loaded_model.choose_devices(None, is_simulated=False)
     experiment = loader.load(args.experiment, bindings=args.gin).build()
     model, task = _parts(experiment)

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     run_dir = str(step.parent.parent)
     experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build()
     exporter = _exporter(args.run, experiment.model)
+    if (vocabulary := experiment.spans()[-1].experiment.task.vocabulary) is not None:
+        vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())
     shapes, specs = _shapes(experiment)
     _check_parameters(args.run, step, experiment, shapes, specs)
     exported = exporter(args.run, experiment, step, args.merge)

@@ -173,7 +173,7 @@ def _prompts(args: argparse.Namespace) -> list[str | list[int]]:
 
 def _read(file: str, *, is_chat: bool) -> list[str | list[int]]:
     try:
-        lines = Path(file).read_text().splitlines()
+        lines = Path(file).read_text().split("\n")  # JSON may contain other separators of lines
     except (OSError, UnicodeError) as error:
         raise UserError(f"--file {file}: {error}") from error
     found = [

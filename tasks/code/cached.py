@@ -29,6 +29,10 @@ class _ReadsChunks(Protocol):
     chunk: int  # positions per chunk of hidden states that the model reads
 
 
+def _local(folder: str) -> Path:
+    return Path(str(paths.resolve(folder)))
+
+
 class _CachedRows:
     def __init__(self, folder: Path) -> None:
         self._arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*_FIELDS, HIDDEN)}
@@ -60,10 +64,10 @@ class CachedHidden(chunks.ChunkTask):
         return {**super().spec(batch_size), HIDDEN: Field(shape, np.float16, ("batch", "length", None))}
 
     def rows(self, split: str) -> _CachedRows:
-        return _CachedRows(Path(self.folder) / split)
+        return _CachedRows(_local(self.folder) / split)
 
     def problems(self) -> list[str]:
-        if not (Path(self.folder) / _ABOUT).exists():
+        if not (_local(self.folder) / _ABOUT).exists():
             said = f"cached_hidden.folder = {self.folder!r}: no complete folder of launch/run cache-hidden-states"
             return [Problem(said, file=self.folder)]
         if "checksum" not in self._about["model"]:
@@ -110,7 +114,7 @@ class CachedHidden(chunks.ChunkTask):
 
     @functools.cached_property
     def _about(self) -> dict[str, Any]:
-        file = Path(self.folder) / _ABOUT
+        file = _local(self.folder) / _ABOUT
         if not file.exists():
             raise UserError(" ".join(self.problems()))
         return json.loads(file.read_text())
@@ -150,22 +154,26 @@ def write(
 
     Yields:
       After every batch: the split, its rows done, and its rows in total.
+
+    Raises:
+      UserError: `folder` was begun with other rows or another model.
     """
+    home = _local(folder)
     begun = {"length": task.length, "fingerprint": task.fingerprint(), "model": model}
-    _begin(folder, {**begun, "limits": dict(limits)})
+    _begin(home, {**begun, "limits": dict(limits)})
     counts, width = {}, 0
     for split in chunks.SPLITS:
-        source, place = task.rows(split), Path(folder) / split
+        source, place = task.rows(split), home / split
         if not place.exists():
             total = min(len(source), limits[split])
             order = sorted(map(int, chunks.evaluation_order(len(source))[:total]))
-            partial = Path(folder) / f"{split}.partial"
+            partial = home / f"{split}.partial"
             for done in _write_rows(partial, source, order, hidden, rows=rows):
                 yield split, done, total
             partial.rename(place)
         counts[split], _, width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape
     about = {**begun, "width": width, "rows": counts, "source": task.describe()}
-    paths.write_text_atomically(paths.resolve(folder) / _ABOUT, json.dumps(about, indent=1) + "\n")
+    paths.write_text_atomically(paths.resolve(str(home)) / _ABOUT, json.dumps(about, indent=1) + "\n")
 
 
 def _write_rows(
@@ -195,8 +203,8 @@ def _write_rows(
         array.flush()
 
 
-def _begin(folder: str, begun: Mapping[str, Any]) -> None:
-    file = paths.resolve(folder) / _BEGUN
+def _begin(folder: Path, begun: Mapping[str, Any]) -> None:
+    file = paths.resolve(str(folder)) / _BEGUN
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         paths.write_text_atomically(file, json.dumps(begun, indent=1) + "\n")

@@ -47,7 +47,7 @@ def read(file: str, *, most: int | None = None) -> list[Problem]:
     if not path.is_file():
         raise UserError(f"--humaneval {file}: no such file; expected JSON lines in the format of HumanEval")
     found: list[Problem] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text().split("\n"), 1):
         if line.strip() and (most is None or len(found) < most):
             found.append(_problem(line, f"{file}, line {number}"))
     if not found:

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib.util
 import io
 import os
@@ -202,6 +203,8 @@ def _write_lane(marker: str, asked: Asked, most: int, filters: "Filters | None",
 
 def _part(folder: str, lane: Lane, begin: int) -> str:
     name = re.sub(r"[^A-Za-z0-9.-]", "_", lane.task)
+    if name != lane.task:  # seqio tells a:b from a_b
+        name += f"-{hashlib.sha256(lane.task.encode()).hexdigest()[:8]}"
     return f"{folder}/{name}-{lane.split}-{lane.epoch}-{lane.index}-{lane.count}-{begin}.npz"
 
 

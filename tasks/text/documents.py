@@ -2,6 +2,7 @@
 
 import codecs
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -66,8 +67,10 @@ def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
     found = {path: about for pattern in patterns for path, about in paths.listed(pattern).items()}
     if not found:
         return ()
-    common = os.path.commonpath([os.path.dirname(path) for path in found])  # noqa: PTH120 (gs:// is text here)
-    return tuple(File(path[len(common) :].lstrip("/"), path, *about) for path, about in sorted(found.items()))
+    folders = [path.split("/")[:-1] for path in found]  # gs://bucket/a has an empty part, which `commonpath` drops
+    common = itertools.takewhile(lambda parts: parts[0] == parts[1], zip(min(folders), max(folders), strict=False))
+    first = len("/".join(part for part, _ in common))
+    return tuple(File(path[first:].lstrip("/"), path, *about) for path, about in sorted(found.items()))
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:

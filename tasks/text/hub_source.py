@@ -107,7 +107,12 @@ def _text(example: Mapping[str, Any], source: HuggingFace, *, where: str) -> byt
         if example[column] not in values:
             documents.intake_of(source).count(f"skipped because {column} is none of {', '.join(values)}")
             return b""
-    text = example.get(source.field)
-    if not isinstance(text, str):
+    if source.field not in example:
         raise UserError(f"text.huggingface.field: {source.name} has no text {source.field!r}, only {sorted(example)}")
-    return documents.intake_of(source).take(documents.checked, documents.encoded(text, where=where), where=where)
+    return documents.intake_of(source).take(_checked, example[source.field], where=where)
+
+
+def _checked(text: object, *, where: str) -> bytes:
+    if not isinstance(text, str):
+        raise documents.MalformedDocument(f"{where}: expected a text, got {type(text).__name__}")
+    return documents.checked(documents.encoded(text, where=where), where=where)

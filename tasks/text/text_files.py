@@ -71,7 +71,8 @@ class FileSource(DocumentSource):
         listing = [
             (split, file.name, file.size_bytes) for split in ("train", "validation") for file in self.files(split)
         ]
-        return hashlib.sha256(repr(listing).encode()).hexdigest()
+        read = repr(listing) if self.field == "text" else repr((listing, self.field))
+        return hashlib.sha256(read.encode()).hexdigest()
 
     def content_hash(self) -> str:
         return content_hash.of_files(dict.fromkeys(f for split in ("train", "validation") for f in self.files(split)))

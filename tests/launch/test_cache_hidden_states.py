@@ -10,6 +10,7 @@ import pytest
 from core.hosts import exit_codes
 from launch import __main__ as main
 from launch import loaded_model
+from tasks.code import cached
 
 DECODER = (
     "transformer.Transformer.num_layers = 1",
@@ -149,3 +150,16 @@ def test_a_base_that_is_missing_and_chunks_that_do_not_divide_rows_are_refused(d
     )
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "states").exists()
+
+
+def test_a_bucket_is_refused_before_a_model_is_read(data, capsys):
+    command = ["cache-hidden-states", EXPERIMENT, "--out", "gs://bucket/states", *data]
+    assert main.main(command) == exit_codes.USER_ERROR
+    assert "--out gs://bucket/states: expected a local folder" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_in_the_home_directory_is_one_place(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "states").mkdir()
+    assert cached._local("~/states") == cached._local("states") == tmp_path / "states"

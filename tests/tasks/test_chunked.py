@@ -1,9 +1,11 @@
 """Chunks of long rows: their order, their position, and what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from core.types import CountsTokens, DataLayout, NamesFiles, SplitsRows, can
+from core.types import CountsTokens, DataLayout, NamesFiles, SizesEvaluation, SplitsRows, can
 from tasks import chunked, long_range, synthetic
 
 WHOLE = long_range.rows(kind="retrieval", length=12, num_streams=2)
@@ -65,3 +67,15 @@ def test_wrong_lengths_and_positions_are_refused():
     plain = synthetic.random_tokens(vocab_size=8, length=12, num_streams=2).train(LAYOUT, seed=3)
     with pytest.raises(ValueError, match="not a data position"):
         TASK.train(LAYOUT, seed=3).restore(plain.state())
+
+
+def test_fewer_rows_to_evaluate_are_divided_into_chunks_too():
+    class Sized(type(WHOLE)):
+        def evaluating(self, rows):
+            return dataclasses.replace(self, length=rows)  # seen in the task that it returns
+
+    whole = Sized(**{field.name: getattr(WHOLE, field.name) for field in dataclasses.fields(WHOLE)})
+    assert not can(TASK, SizesEvaluation)
+    task = chunked.rows(task=whole, length=4)
+    assert can(task, SizesEvaluation)
+    assert task.evaluating(8) == chunked.ChunkedTask(whole.evaluating(8), 4)

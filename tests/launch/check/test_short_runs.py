@@ -77,6 +77,17 @@ def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path):
     assert not short_runs._strategy(given, "multislice").ok
 
 
+@pytest.mark.parametrize(
+    ("names", "is_note"), [(["layout"], True), (["layout", "layout of phase 2"], True), (["layout", "data"], False)]
+)
+def test_a_layout_that_does_not_fit_in_any_phase_is_a_note(monkeypatch, names, is_note):
+    found = [Finding(name, False, "does not divide") for name in names]
+    monkeypatch.setattr(
+        short_runs, "_check", lambda *_, **__: (found, Finding("strategy tensor", False, "exit code 2"))
+    )
+    assert short_runs._strategy(argparse.Namespace(run_dir="run"), "tensor").is_note == is_note
+
+
 def test_measurements_are_read_from_the_run_directory(bucket):
     bucket.write("gs://bucket/v/run/metrics.jsonl", b'{"step": 1}\n{"step": 2, "step_seconds": 0.5, "loss": 3.0}\n')
     ask = "from launch.check import short_runs; print(short_runs.measured('gs://bucket/v/run'))"

@@ -64,6 +64,14 @@ def make(folder, monkeypatch, write):
     beam_parts.Parts(str(folder)).make(ASKED, LANES, 7, None, ["--runner=FlinkRunner"])
 
 
+def test_tasks_whose_names_differ_in_a_mark_have_files_of_their_own():
+    places = {
+        beam_parts._part("folder", lane._replace(task=task), 0) for task in ("a:b", "a_b", "a#b") for lane in LANES
+    }
+    assert len(places) == 3 * len(LANES)
+    assert all(place.count("/") == 1 and ":" not in place for place in places)
+
+
 def test_each_lane_is_written_beside_the_marker_of_the_command(beam, tmp_path, monkeypatch):
     written = []
 

@@ -133,6 +133,33 @@ def test_a_bucket_is_not_asked():
     assert task("gs://no-such-bucket/*.txt").describe().startswith("text.files: train gs://no-such-bucket/*.txt; valid")
 
 
+@pytest.mark.parametrize(
+    ("patterns", "paths_there", "names"),
+    [
+        (["gs://b/data/**"], ["gs://b/data/p0/m.py", "gs://b/data/p1/m.py"], ["p0/m.py", "p1/m.py"]),
+        (["gs://b/data/*"], ["gs://b/data/one.txt"], ["one.txt"]),
+        (["/d/**"], ["/d/data/p0/m.py", "/d/data/p1/m.py"], ["p0/m.py", "p1/m.py"]),
+        (["/d/*"], ["/d/ab/x.txt", "/d/abc/y.txt"], ["ab/x.txt", "abc/y.txt"]),
+        (["/d/*", "gs://b/*"], ["/d/x.txt", "gs://b/y.txt"], ["d/x.txt", "gs://b/y.txt"]),
+    ],
+)
+def test_names_of_files_begin_below_their_common_folder(monkeypatch, patterns, paths_there, names):
+    """So they are the same on a disk and in a bucket: packages and held-out files are chosen by them."""
+
+    def listed(pattern):
+        begins = pattern.rstrip("*")
+        return {path: (3, "") for path in paths_there if path.startswith(begins)}
+
+    monkeypatch.setattr(documents.paths, "listed", listed)
+    assert [file.name for file in documents.list_files(tuple(patterns))] == names
+
+
+def test_another_field_is_another_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "two words", "body": "three"}))
+    usual, other = (task(tmp_path / "*.jsonl", **options).fingerprint() for options in ({}, {"field": "body"}))
+    assert usual == task(tmp_path / "*.jsonl", field="text").fingerprint() != other
+
+
 def test_documents_of_white_space_are_counted_and_reported_at_powers_of_ten(capsys):
     given = ["words", *[" "] * 12]
     intake = documents.Intake("a source")

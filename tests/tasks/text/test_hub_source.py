@@ -175,6 +175,7 @@ def plant(monkeypatch, texts):
     ("bad", "says"),
     [
         ("a\0b", "document 3 of train: a NUL character at byte 1: the file is not text, or is damaged"),
+        (None, "document 3 of train: expected a text, got NoneType"),  # as `tokenize --skip-bad` may skip
         ("ab\ud800", r"document 3 of train: half a surrogate pair \('\\ud800'\) at character 3, which is not text"),
     ],
 )
