@@ -215,6 +215,16 @@ class Slice:
             return (all(n % 4 == 0 for n in self.topology),) * 3
         return tuple(n == 16 for n in self.topology)
 
+    def share_of_peak(self, flops: float, *, seconds: float, peak_flops: float | None = None) -> float:
+        """Returns `mfu` of a predicted time, which is above 1 if the model computes faster than in bfloat16.
+
+        Args:
+          flops, seconds, peak_flops: as in `mfu`.
+        """
+        peak = peak_flops or self.peak_flops
+        assert peak, f"{self.name} has no peak in the table"
+        return flops / (seconds * peak)
+
     def mfu(self, flops: float, *, seconds: float, peak_flops: float | None = None) -> float:
         """Returns model FLOPs utilization: the model's FLOP/s divided by the bfloat16 peak.
 
@@ -226,9 +236,7 @@ class Slice:
         Raises:
           UserError: the result is above 1.
         """
-        peak = peak_flops or self.peak_flops
-        assert peak, f"{self.name} has no peak in the table"
-        share = flops / (seconds * peak)
+        share, peak = self.share_of_peak(flops, seconds=seconds, peak_flops=peak_flops), peak_flops or self.peak_flops
         if share > 1:
             raise UserError(
                 f"{flops:.3g} FLOPs in {seconds:.3g} s on {self.name} are {share:.0%} of its peak of "

@@ -28,6 +28,11 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
     return identity.text(parts)
 
 
+def layout_text(experiment: Experiment) -> str:
+    """Returns a text that describes the training program, but for its optimizer and for modules of one's own."""
+    return identity.text(_parts(experiment, ()))
+
+
 def fingerprint(experiment: Experiment, settings: Settings) -> str:
     """Returns a hash to look up predictions by: 16 hexadecimal digits."""
     parts = _parts(experiment, [binding for binding in _optimizer(settings) if not _is_rate(binding)])

@@ -19,7 +19,7 @@ from core import slices
 from core.errors import UserError
 from core.hosts import tied_process
 from core.slices import GIB
-from launch import environment
+from launch import environment, program_identity
 from launch.config import loader
 from parallel.compiled import compiling, host_memory
 from parallel.compiled.hlo import messages
@@ -33,12 +33,18 @@ _POLL_SECONDS = 0.1
 
 
 class Job(NamedTuple):
-    """One candidate to compile, and the file for its record."""
+    """One candidate to compile.
+
+    Attributes:
+      program: `program_identity.layout_text` of the candidate.
+      record: the file for its record.
+    """
 
     name: str
     experiment: str
     slice: str
     bindings: tuple[str, ...]
+    program: str
     record: Path
 
 
@@ -119,18 +125,30 @@ def _record(ended: _Running) -> Record:
 def main(job_file: str) -> None:
     """Compiles the candidate that a job file describes, and writes its record."""
     job = json.loads(Path(job_file).read_text())
-    record = compile_one(job["experiment"], slice_name=job["slice"], bindings=job["bindings"])
+    record = compile_one(job["experiment"], slice_name=job["slice"], bindings=job["bindings"], program=job["program"])
     records.write(Path(job["record"]), record.as_json())
 
 
-def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str]) -> Record:
-    """Compiles one candidate in this process; its record is REFUSED if it cannot be built."""
+def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str], program: str) -> Record:
+    """Compiles one candidate in this process; its record is REFUSED if it cannot be built.
+
+    Args:
+      program: `program_identity.layout_text` of the candidate.
+
+    Raises:
+      UserError: the bindings give another program, which must not be recorded as the candidate's.
+    """
     try:
         experiment = loader.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
         bound = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     except UserError as error:
         reason = " ".join(str(error).split())
         return Record(records.REFUSED, reason=reason, made_with=compiled_records.made_with())
+    if program_identity.layout_text(experiment) != program:
+        raise UserError(
+            f"{experiment_file}: not compiled, because its own bindings change the candidate to another program: "
+            f"expected what {'; '.join(bindings)} select"
+        )
     return compiled_records.record(bound)
 
 

@@ -115,7 +115,7 @@ def _print_roofline(question: Question, found: Roofline) -> None:
     expected = between(calibration.interval(time.scheduled), "{:.3g}")
     print(f"predicted, as the compiler scheduled it: {time.scheduled:.3g} s a step ({expected})")
     if flops := question.experiment.flops_per_step:
-        print(f"MFU {100 * question.slice.mfu(flops, seconds=time.scheduled):.1f} %")
+        print(f"MFU {100 * question.slice.share_of_peak(flops, seconds=time.scheduled):.1f} %")
 
 
 def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, folder: Path) -> None:

@@ -61,8 +61,12 @@ class Option(JudgedCandidate):
         """The identity of the program, by which its record is found; "" without an estimate."""
         if self.estimate is None:
             return ""
-        made = apply(self.question.experiment, self.candidate)
-        return program_identity.program_text(made, self.question.config)
+        return program_identity.program_text(self.made, self.question.config)
+
+    @property
+    def made(self) -> Experiment:
+        """The experiment with the candidate's settings."""
+        return apply(self.question.experiment, self.candidate)
 
 
 Compiled = Sequence[tuple[Option, Record]]
@@ -133,18 +137,30 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     has_experts = any("expert" in axes.names for axes in jax.tree.leaves(trace.axes.params))
     has_long_rows = experiment.row_length >= candidates.LONG_ROW
     layouts = candidates.layouts(question.slice, only=only, has_experts=has_experts, has_long_rows=has_long_rows)
-    own = () if any(layout.strategy() == experiment.strategy for layout in layouts) or only else (None,)
+    equal = [layout for layout in layouts if layout.strategy() == experiment.strategy]
+    own: Sequence[Layout | None] = equal or ([] if only else [None])
+    written = [
+        Candidate(layout, candidates.remat_of(experiment.model), experiment.accum_steps, experiment.batch_size)
+        for layout in own[:1]
+        if experiment.batch_size in question.batch_sizes
+    ]
     tried = candidates.candidates(
-        [*own, *layouts],
+        [None, *layouts] if own == [None] else layouts,
         own=experiment.strategy,
         slice=question.slice,
         model=experiment.model,
         batch_sizes=question.batch_sizes,
     )
-    judge = selection.Judge(trace, experiment.strategy, num_streams=experiment.task.num_streams)
+    judge = selection.Judge(
+        trace, experiment.strategy, num_streams=experiment.task.num_streams, gather_once=experiment.gather_once
+    )
     writer = Writer(question.config, experiment)
     remats = trace.distinct_remats(candidates.remat_of(experiment.model))
-    judged = (judge.judge(one) for one in tried if one.remat in (None, *remats) and writer.can_write(one))
+    judged = (
+        judge.judge(one)
+        for one in dict.fromkeys([*written, *tried])
+        if one.remat in (None, *remats) and writer.can_write(one)
+    )
 
     def option(one: JudgedCandidate) -> Option:
         is_as_written = one.estimate is not None and _is_as_written(experiment, one.candidate)
@@ -204,7 +220,7 @@ class Writer:
 
     def bindings(self, candidate: Candidate) -> list[str]:
         """Returns the bindings that change the experiment to the candidate."""
-        statements = _layout(candidate.layout) if candidate.layout else []
+        statements = self._layout(candidate.layout) if candidate.layout else []
         if candidate.remat not in (None, candidates.remat_of(self._experiment.model)):
             statements += self._changes.of_model("remat", repr(candidate.remat))
         if candidate.accum_steps != self._experiment.accum_steps:
@@ -213,6 +229,17 @@ class Writer:
             statements += self._changes.of_experiment("batch_size", str(candidate.batch_size))
             steps = total_steps(self._experiment, candidate.batch_size)
             statements += self._changes.of_experiment("total_steps", str(steps))
+        return statements
+
+    def _layout(self, layout: Layout) -> list[str]:
+        # All arguments, defaults included: the experiment may bind some of them.
+        home = f"strategies.{layout.constructor}"
+        statements = ["from parallel import strategies", *self._changes.of_experiment("strategy", f"@{home}()")]
+        statements += [f"{home}.{name} = {value!r}" for name, value in layout.all_arguments.items()]
+        if layout.choice:
+            schedule = f"schedules.{layout.choice.constructor}"
+            statements += ["from parallel.pipeline import schedules", f"{home}.schedule = @{schedule}()"]
+            statements += [f"{schedule}.{name} = {value!r}" for name, value in layout.choice.all_arguments.items()]
         return statements
 
     def file(self, candidate: Candidate, header: list[str]) -> str:
@@ -238,16 +265,3 @@ def apply(experiment: Experiment, candidate: Candidate) -> Experiment:
         batch_size=candidate.batch_size,
         total_steps=total_steps(experiment, candidate.batch_size),
     )
-
-
-def _layout(layout: Layout) -> list[str]:
-    home = f"strategies.{layout.constructor}"
-    statements = ["from parallel import strategies", f"STRATEGY = @{home}()"]
-    statements += [f"{home}.{axis} = {degree}" for axis, degree in layout.degrees]
-    if layout.ring:
-        statements.append(f"{home}.ring = True")
-    if layout.choice:
-        schedule = f"schedules.{layout.choice.constructor}"
-        statements += ["from parallel.pipeline import schedules", f"{home}.schedule = @{schedule}()"]
-        statements += [f"{schedule}.{name} = {value!r}" for name, value in layout.choice.arguments]
-    return statements

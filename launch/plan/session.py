@@ -13,7 +13,7 @@ from core import units
 from core.errors import UserError
 from core.files import paths
 from core.hosts import exit_codes
-from launch import flags, terminal
+from launch import flags, program_identity, terminal
 from launch.config import loader
 from launch.plan import compiling, explain, generation_report, ranking, search, slice_ranking, winner_bars
 from launch.plan.compiling import Job
@@ -176,8 +176,8 @@ class _Session:
                 self._take(one, record)
             else:
                 bindings = (*self.question.bindings, *one.bindings)
-                path = self.store.path(one.text)
-                yield Job(one.name, self.question.path, self.question.slice.name, bindings, path)
+                program, path = program_identity.layout_text(one.made), self.store.path(one.text)
+                yield Job(one.name, self.question.path, self.question.slice.name, bindings, program, path)
 
 
 def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse.Namespace) -> int:

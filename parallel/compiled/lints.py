@@ -13,6 +13,7 @@ import jax
 from core import logical, units
 from core.logical import Rules
 from core.types import ChoosesDtype, can
+from parallel import accumulation
 from parallel.compiled import report
 from parallel.compiled.traffic import Collective
 from parallel.partitioner import Program
@@ -129,17 +130,25 @@ def _with_reason(finding: Finding) -> Finding:
 def _accumulated_gathers(context: LintContext) -> Iterator[Finding]:
     steps, weights = context.program.accum_steps, report.Weights(context.program)
     inside = [c for c in context.collectives if _in_accumulation(c, steps) and _gathered(c, weights)]
-    layers_held = sum(c.payload_bytes * c.times // steps for c in inside if not _is_recomputed(c))
+    if not inside:
+        return
+    more = _bytes_of_gathering_once(context.program)
     usable = context.program.partitioner.slice.chip.usable_hbm_bytes
-    if inside and context.peak_bytes + layers_held <= usable:
+    if context.peak_bytes + more <= usable:
         yield Finding(
             "weights gathered in the accumulation loop",
             f"{len(inside)} gathers run in each of {steps} microbatches, "
             f"{units.size(_wire(inside))} sent per chip and step; "
-            f"all gathered weights take {units.size(layers_held)} and would fit: "
+            f"whole parameters and gradients take {units.size(more)} more and would fit: "
             f"{units.size(context.peak_bytes)} of {units.size(usable)} in use",
             "experiment.Experiment.gather_once = True (the run summary shows its memory); or fewer accum_steps",
         )
+
+
+def _bytes_of_gathering_once(program: Program) -> int:
+    at, params = program.partitioner, program.abstract_state.params
+    manual = accumulation.manual_axes(at.strategy, at.shape, gather_once=True)
+    return accumulation.gathered_bytes(params, program.axes.params, at.strategy.param_rules, at.shape, manual)
 
 
 def _gathered(c: Collective, weights: report.Weights) -> str | None:
@@ -150,10 +159,6 @@ def _gathered(c: Collective, weights: report.Weights) -> str | None:
 
 def _in_accumulation(c: Collective, accum_steps: int) -> bool:
     return accum_steps > 1 and any(re.fullmatch(r"jit\([^)]*\)(/shard_map)?/while", loop.op_name) for loop in c.loops)
-
-
-def _is_recomputed(c: Collective) -> bool:
-    return "transpose(" in c.op_name
 
 
 def _dcn(context: LintContext) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from core.slices import GIB, Slice
 from parallel import accumulation
 from parallel.partitioner import Program
 from parallel.pipeline import schedules
-from parallel.planning import cost, model_trace
+from parallel.planning import candidates, cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND
 from parallel.planning.model_trace import Kept, ModelTrace, Work, leaves
@@ -38,6 +38,7 @@ _PASSES_OVER_SAVED, _PASSES_OVER_WAITING = 5, 10
 _PASSES_OVER_GRADIENTS = {(False, False): 1, (True, False): 2, (True, True): 5}
 _TRUE_SCATTER_CHIPS = 4  # a larger group's reduce-scatter is compiled as an all-reduce (measured on 2x2x4)
 _ROW_AXES = ("batch", "length")
+_EXTREMES = ("none", "full")  # the names of the choices of `remat` that save most and least
 _LOOKED_UP, _LOOKUP_ROWS = ("vocab", "embed"), ("batch", "residual_length")  # axes of an embedding, and of its indices
 
 
@@ -88,11 +89,22 @@ def place(program: Program) -> tuple[ShardedState, Step]:
         program.spec,
         slice=bound.slice,
         seed=program.seed,
-        remats=[step.remat],
+        remats=_needed_remats(program, step),
         frozen=program.frozen,
         frozen_dtype=program.frozen_dtype,
     )
     return ShardedState(bound.strategy, trace), step
+
+
+def _needed_remats(program: Program, step: Step) -> list[str | None]:
+    """Returns the program's own choice of `remat`, and those by which `estimate` measures others.
+
+    These are the extremes; where gradients of matrices wait, all that the model offers.
+    """
+    schedule, offered = program.partitioner.pipeline, candidates.remats(program.model)
+    if schedule is None or "W" not in schedule.starts(program.partitioner.shape["stage"]):
+        offered = [remat for remat in offered if remat in _EXTREMES]
+    return list(dict.fromkeys([step.remat, *offered]))
 
 
 def _work(sharded: ShardedState, step: Step) -> Work:
@@ -134,6 +146,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
         size_bytes(leaf) * (step.batch_size / leaf.shape[0] if leaf.shape else 1) / sharded.shards(of.names, used)
         for leaf, of in (*batch, *leaves(trace.shapes.carry, trace.axes.carry))
     )
+    parts["gathered once"] = sharded.held_bytes(step)
     parts["saved activations"], others = _kept(sharded, work, step, rows)
     accumulated = sharded.gradients if step.accum_steps > 1 else 0.0
     at_loss = {
@@ -273,28 +286,38 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
         if sharded.runs_before_stages(of):  # as without a pipeline, with rows over stages
             once, rows, stored = False, rows | {"stage"}, sharded.stored_axes(leaf, of, table)
         gathered = stored - computed
+        held = gathered & sharded.held_axes(step) if not once else set()
         padding = sharded.padding_of(leaf, of)
         payload = padding * leaf.size * sharded.trace.itemsize / sharded.degree(computed)
         n = sharded.degree(gathered)
         # Once per step: one gather, gradients in float32. Otherwise both passes gather, and gradients keep their dtype.
         wide = leaf.dtype.itemsize / sharded.trace.itemsize if once or step.accum_steps > 1 else 1
+        if held:  # as stored, once; other axes gather for each microbatch
+            chips, gathered = sharded.degree(held), gathered - held
+            yield held, (chips - 1) / n * payload * wide * (1 + _reductions(chips) * is_trained)
+        others = sharded.degree(gathered)
+        sent = (others - 1) / others * payload
         if padding > 1:  # layers move to their stages, and their gradients back
             share = (sharded.shape["stage"] - 1) / sharded.shape["stage"]
             yield ("stage",), share * payload / n * (1 + wide if is_trained else 1)
         if not is_trained:
             gathers = 2 if logical.is_stacked(of.names) and not once else 1
-            yield gathered, (n - 1) / n * payload * (1 if once else step.accum_steps * gathers)
+            yield gathered, sent * (1 if once else step.accum_steps * gathers)
             continue
-        if of.names == _LOOKED_UP and _is_summed_in_pieces(sharded, step):
+        if of.names == _LOOKED_UP and not held and _is_summed_in_pieces(sharded, step):
             yield from _of_lookups(sharded, step, leaf)
             if not is_tied:
-                yield gathered, (n - 1) / n * payload * step.accum_steps  # for the forward pass only
+                yield gathered, sent * step.accum_steps  # for the forward pass only
                 continue
         # A weight outside the layers is last in one pass and first in the other: it is gathered for both at once.
-        gathers, reduces = 2 if logical.is_stacked(of.names) else 1, 1 if n <= _TRUE_SCATTER_CHIPS else 2
-        passes = 1 + wide if once else step.accum_steps * (gathers + reduces)
-        yield gathered, (n - 1) / n * payload * passes
+        gathers = 2 if logical.is_stacked(of.names) else 1
+        passes = 1 + wide if once else step.accum_steps * (gathers + _reductions(others))
+        yield gathered, sent * passes
         yield rows - stored, _all_reduce(sharded, rows - stored) * payload * wide / n
+
+
+def _reductions(chips: int) -> int:
+    return 1 if chips <= _TRUE_SCATTER_CHIPS else 2
 
 
 def _all_reduce(sharded: ShardedState, axes: Collection[str]) -> float:
@@ -306,7 +329,7 @@ def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
     if sharded.tables.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
     split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in _LOOKED_UP]
-    is_manual = bool(accumulation.manual_axes(sharded.tables, sharded.shape, gather_once=False))
+    is_manual = bool(accumulation.manual_axes(sharded.tables, sharded.shape, gather_once=step.gather_once))
     return not (all(split) and step.accum_steps > 1 and is_manual)
 
 

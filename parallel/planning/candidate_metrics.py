@@ -62,10 +62,10 @@ class CandidateMetrics:
 
     @property
     def mfu(self) -> Range | None:
-        """Model FLOPs utilization, 0 to 1; None without `flops`."""
+        """Model FLOPs utilization; None without `flops`. It may be above 1 with products in int8 or FP8."""
         if not self.flops:
             return None
-        fast, slow = (self.slice.mfu(self.flops, seconds=seconds) for seconds in self.step_seconds)
+        fast, slow = (self.slice.share_of_peak(self.flops, seconds=seconds) for seconds in self.step_seconds)
         return fast, slow
 
     @property

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,9 +36,14 @@ class Choice:
     constructor: str
     arguments: tuple[tuple[str, int | str], ...]
 
+    @property
+    def all_arguments(self) -> dict[str, Any]:
+        """The arguments of the constructor, defaults included."""
+        return _defaults(getattr(schedules, self.constructor)) | dict(self.arguments)
+
     def schedule(self) -> Schedule:
         """Calls the constructor with the arguments."""
-        return getattr(schedules, self.constructor)(**dict(self.arguments))
+        return getattr(schedules, self.constructor)(**self.all_arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,13 @@ class Layout:
     choice: Choice | None = None
     ring: bool = False
 
+    @property
+    def all_arguments(self) -> dict[str, Any]:
+        """The arguments of the constructor but for `schedule`, defaults included."""
+        ring = {"ring": True} if self.ring else {}
+        found = _defaults(getattr(strategies, self.constructor)) | dict(self.degrees) | ring
+        return {name: value for name, value in found.items() if name != "schedule"}
+
     def strategy(self) -> Strategy:
         """Calls the constructor; equal layouts share one result."""
         return _tables(self)
@@ -64,8 +76,12 @@ class Layout:
 @functools.cache  # candidates of one layout differ in other choices
 def _tables(layout: Layout) -> Strategy:
     schedule: dict[str, Any] = {"schedule": layout.choice.schedule()} if layout.choice else {}
-    ring = {"ring": True} if layout.ring else {}
-    return getattr(strategies, layout.constructor)(**dict(layout.degrees), **schedule, **ring)
+    return getattr(strategies, layout.constructor)(**layout.all_arguments, **schedule)
+
+
+def _defaults(constructor: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(constructor).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from core.logical import Axes
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.step import TrainState
-from core.types import Batch, ChoosesDtype, ChoosesKernels, Model, Params, can
+from core.types import Batch, ChoosesDtype, ChoosesKernels, CouplesRows, Model, Params, can
 from parallel import strategy
 from parallel.planning import candidates
 
@@ -119,6 +119,7 @@ class ModelTrace:
       works: by choice of `remat`.
       itemsize: bytes of a number in the dtype that the model computes in.
       trained: whether each parameter is trained, in the order of the leaves.
+      couples_rows: whether the model says that its loss couples the rows of a batch.
     """
 
     slice: Slice
@@ -128,6 +129,7 @@ class ModelTrace:
     works: Mapping[str | None, Work]
     itemsize: int
     trained: tuple[bool, ...]
+    couples_rows: bool = False
 
     @property
     def length(self) -> int:
@@ -189,7 +191,8 @@ def trace(
         in_chunks = works[remat].kept_in_chunks  # outside of loops, which are all that `remat` changes
     itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
     trained = tuple(spec.trainable for spec in jax.tree.leaves(specs))
-    return ModelTrace(slice, shapes, named, dict(spec), works, itemsize, trained)
+    couples_rows = can(model, CouplesRows) and model.couples_rows
+    return ModelTrace(slice, shapes, named, dict(spec), works, itemsize, trained, couples_rows)
 
 
 def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:

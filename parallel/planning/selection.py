@@ -43,9 +43,16 @@ AnyCandidate = TypeVar("AnyCandidate", bound=JudgedCandidate)
 class Judge:
     """Estimates the memory and time of candidates by arithmetic."""
 
-    def __init__(self, trace: ModelTrace, own: Strategy, *, num_streams: int):
-        """`own` is the strategy of candidates without a layout; `num_streams` must divide their rows."""
-        self._trace, self._own, self._num_streams = trace, own, num_streams
+    def __init__(self, trace: ModelTrace, own: Strategy, *, num_streams: int, gather_once: bool = False):
+        """Judges candidates of one experiment.
+
+        Args:
+          trace: of its model.
+          own: its strategy, that of candidates without a layout.
+          num_streams: must divide the rows of a candidate.
+          gather_once: its setting, which all candidates have.
+        """
+        self._trace, self._own, self._num_streams, self._gather_once = trace, own, num_streams, gather_once
         self._sharded: dict[Any, ShardedState | Refused] = {}
 
     def judge(self, candidate: Candidate) -> JudgedCandidate:
@@ -57,7 +64,7 @@ class Judge:
             return _refused(JudgedCandidate(candidate, candidate.name(mesh)), sharded)
         mesh = strategy.mesh_text(sharded.shape, dcn_shape=sharded.tables.dcn_shape)
         judged = JudgedCandidate(candidate, candidate.name(mesh))
-        step = Step(candidate.remat, candidate.batch_size, candidate.accum_steps)
+        step = Step(candidate.remat, candidate.batch_size, candidate.accum_steps, self._gather_once)
         try:
             sharded.check(step, num_streams=self._num_streams)
             estimate = arithmetic.estimate(sharded, step)
@@ -69,7 +76,7 @@ class Judge:
 
     def _place(self, layout: Layout | None) -> ShardedState | Refused:
         tables = layout.strategy() if layout else self._own
-        mesh = layout and (layout.constructor, layout.degrees)
+        mesh = layout and dataclasses.replace(layout, choice=None)
         if mesh not in self._sharded:
             try:
                 self._sharded[mesh] = ShardedState(tables, self._trace)

@@ -16,7 +16,7 @@ from core.batches import batch_size
 from core.errors import UserError
 from core.logical import Axes, Rules
 from core.slices import Slice
-from parallel import mesh, strategy
+from parallel import accumulation, mesh, strategy
 from parallel.partitioner import Program
 from parallel.pipeline import schedules
 from parallel.planning import candidates
@@ -34,16 +34,21 @@ class Refused(UserError):
 
 
 class Step(NamedTuple):
-    """The choices of a candidate besides its strategy; `remat` is None if the model offers no choice."""
+    """The choices of a candidate besides its strategy, and the experiment's `gather_once`.
+
+    `remat` is None if the model offers no choice.
+    """
 
     remat: str | None
     batch_size: int
     accum_steps: int
+    gather_once: bool = False
 
 
 def step_of(program: Program) -> Step:
-    """Returns a program's rematerialization policy, batch size and accumulation steps."""
-    return Step(candidates.remat_of(program.model), batch_size(program.spec), program.accum_steps)
+    """Returns a program's rematerialization policy, batch size, accumulation steps and `gather_once`."""
+    remat = candidates.remat_of(program.model)
+    return Step(remat, batch_size(program.spec), program.accum_steps, program.gather_once)
 
 
 class ShardedState:
@@ -89,9 +94,20 @@ class ShardedState:
         if found := schedules.problems(schedule, shapes, axes, **sizes):
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
+    def _check_together(self, step: Step) -> None:
+        accumulates, tables = step.accum_steps > 1, self.tables
+        if accumulates and jax.tree.leaves(self.trace.shapes.carry):
+            raise Refused(
+                "rows belong together", "a model whose carry belongs to the rows of a batch cannot accumulate"
+            )
+        if self.trace.couples_rows and (accumulates or tables.pipeline or tables.overlap_reduction):
+            how = "accumulation" if accumulates else "a pipeline" if tables.pipeline else "overlap_reduction"
+            raise Refused("rows belong together", f"{how} would divide the rows that the model's loss couples")
+
     def check(self, step: Step, *, num_streams: int = 1) -> None:
-        """Raises Refused if layers, rows or positions do not divide."""
+        """Raises Refused if layers, rows or positions do not divide, or rows must not be divided."""
         self._check_stages()
+        self._check_together(step)
         groups = self.shards(["batch"], self.tables.activation_rules)
         unit = groups * step.accum_steps * self.microbatches
         if step.batch_size % unit or step.batch_size % num_streams:
@@ -141,6 +157,18 @@ class ShardedState:
     def runs_before_stages(self, of: Axes) -> bool:
         """Returns whether a parameter is of layers that a pipeline runs before its first stage."""
         return self.tables.pipeline is not None and of.names[:1] == (logical.FIRST_LAYERS,)
+
+    def held_axes(self, step: Step) -> set[str]:
+        """Returns the mesh axes over which weights are gathered before the microbatches of an accumulation."""
+        if not step.gather_once or step.accum_steps == 1:
+            return set()
+        return accumulation.manual_axes(self.tables, self.shape, gather_once=True)
+
+    def held_bytes(self, step: Step) -> int:
+        """Returns the bytes that whole parameters and gradients take beside shards during an accumulation."""
+        params, axes = self.trace.shapes.params, self.trace.axes.params
+        held = self.held_axes(step)
+        return accumulation.gathered_bytes(params, axes, self.tables.param_rules, self.shape, held) if held else 0
 
     def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
         return sum(

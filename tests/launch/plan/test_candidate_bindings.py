@@ -2,6 +2,7 @@
 
 import pytest
 
+from launch import program_identity
 from launch.config import loader
 from launch.config.changes import Changes
 from launch.plan import search
@@ -94,6 +95,49 @@ def test_degrees_of_the_file_do_not_remain():
     writer = search.Writer(asked.config, asked.experiment)
     built = loader.load(asked.path, bindings=[*asked.bindings, *writer.bindings(candidate)], slice_name="v4-8").build()
     assert built.strategy.mesh_shape == {"fsdp": -1, "tensor": 2}
+
+
+def piped(schedule, **arguments):
+    return Layout("pipeline", (("stage", 2), ("data", -1)), Choice(schedule, tuple(arguments.items())))
+
+
+# Layouts whose constructors have arguments that the experiment binds, and the candidate leaves at their defaults.
+BOUND = [
+    (Layout("fsdp", (("fsdp", -1),)), ["strategies.fsdp.overlap_reduction = True"]),
+    (Layout("context", (("sequence", 2), ("fsdp", -1))), ["strategies.context.ring = True"]),
+    (piped("circular", num_microbatches=4, repeats=2), ["schedules.circular.save = 'stage'"]),
+    (piped("interleaved", num_microbatches=4, repeats=2), ["schedules.interleaved.save = 'stage'"]),
+    (piped("zero_bubble", num_microbatches=4), ["schedules.zero_bubble.repeats = 2"]),
+]
+
+
+@pytest.mark.parametrize("chosen", ["STRATEGY", "experiment.Experiment.strategy"])
+@pytest.mark.parametrize(("layout", "more"), BOUND, ids=lambda value: getattr(value, "constructor", ""))
+def test_what_the_experiment_binds_does_not_change_a_candidate(layout, more, chosen, tmp_path):
+    written = [f"strategies.{layout.constructor}.{name} = {degree}" for name, degree in layout.degrees]
+    if layout.choice:
+        schedule = f"schedules.{layout.choice.constructor}"
+        written += [f"{schedule}.{name} = {value!r}" for name, value in layout.choice.arguments]
+        written += [f"strategies.{layout.constructor}.schedule = @{schedule}()"]
+    lines = [
+        *(
+            "from __gin__ import dynamic_registration",
+            "from launch import experiment",
+            "from parallel import strategies",
+        ),
+        *("from parallel.pipeline import schedules", "include 'gin/quickstart.gin'"),
+        *(f"{chosen} = @strategies.{layout.constructor}()", *written, *more),
+    ]
+    file = tmp_path / "mine.gin"
+    file.write_text("\n".join(lines))
+    asked = search.ask(str(file), slice_name="v4-8")
+    for tried in (layout, Layout("zero1", (("data", -1),))):
+        candidate = Candidate(tried, None, 1, 32)
+        bindings = search.Writer(asked.config, asked.experiment).bindings(candidate)
+        built = loader.load(str(file), bindings=bindings, slice_name="v4-8").build()
+        wanted = search.apply(asked.experiment, candidate)
+        assert built.strategy == wanted.strategy != asked.experiment.strategy
+        assert program_identity.layout_text(built) == program_identity.layout_text(wanted)
 
 
 def test_names_tell_candidates_apart(options):

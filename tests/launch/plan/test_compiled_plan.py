@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from launch import program_identity
 from launch.plan import compiling, search
 
 SMALL = (
@@ -53,7 +54,12 @@ def test_more_fsdp_is_less_hbm_and_more_recomputation_is_less_hbm_and_more_cycle
     found = {}
     for one in search.options(asked, only=["fsdp", "data_parallel"]):
         if one.candidate.accum_steps == 1 and not one.reason and one.candidate.remat in ("none", "full"):
-            record = compiling.compile_one(asked.path, slice_name="v4-8", bindings=[*WIDE, *one.bindings])
+            record = compiling.compile_one(
+                asked.path,
+                slice_name="v4-8",
+                bindings=[*WIDE, *one.bindings],
+                program=program_identity.layout_text(one.made),
+            )
             found[one.candidate.layout.constructor, one.candidate.remat] = record
     for remat in ("none", "full"):
         assert found["fsdp", remat].needed_bytes < found["data_parallel", remat].needed_bytes

@@ -10,6 +10,9 @@ import time
 import psutil
 import pytest
 
+from core.errors import UserError
+from launch import program_identity
+from launch.config import loader
 from launch.plan import compiling
 from launch.plan.compiling import Job
 from parallel.planning import records
@@ -41,7 +44,7 @@ def command(tmp_path):
 
 
 def jobs(tmp_path, *names):
-    return iter([Job(name, "e.gin", "v4-8", (), tmp_path / f"{i}.json") for i, name in enumerate(names)])
+    return iter([Job(name, "e.gin", "v4-8", (), "", tmp_path / f"{i}.json") for i, name in enumerate(names)])
 
 
 def test_every_job_gives_its_record(tmp_path, command):
@@ -63,6 +66,16 @@ def test_workers_import_our_modules_from_where_they_are(tmp_path, monkeypatch):
     command = [sys.executable, "-c", "import os; print(os.environ['PYTHONPATH']); raise SystemExit(3)"]
     ((_, record),) = compiling.compile_all(jobs(tmp_path, "a"), wanted=lambda: 1, command=command)
     assert record.reason.endswith(f": {tmp_path}/site:mine")
+
+
+def test_a_worker_refuses_to_compile_another_program_than_the_candidate(monkeypatch):
+    """Its record would be that of the candidate, for every experiment."""
+    monkeypatch.setattr(compiling.compiled_records, "record", lambda bound: "compiled")
+    experiment = loader.load("gin/quickstart.gin", slice_name="v4-8").build()
+    given = {"slice_name": "v4-8", "program": program_identity.layout_text(experiment)}
+    assert compiling.compile_one("gin/quickstart.gin", bindings=(), **given) == "compiled"
+    with pytest.raises(UserError, match="change the candidate to another program"):
+        compiling.compile_one("gin/quickstart.gin", bindings=["strategies.fsdp.overlap_reduction = True"], **given)
 
 
 @pytest.mark.parametrize(("room", "begins"), [(1, "+-+-+-"), (2, "++")])
@@ -111,7 +124,7 @@ def test_the_end_of_a_plan_ends_its_workers_and_keeps_what_is_done(tmp_path, com
     compiling.max_concurrent = lambda: 2
     folder = pathlib.Path({str(tmp_path)!r})
     names = ["quick", "sleep {pid}"]
-    jobs = iter([Job(n, "e.gin", "v4-8", (), folder / f"{{i}}.json") for i, n in enumerate(names)])
+    jobs = iter([Job(n, "e.gin", "v4-8", (), "", folder / f"{{i}}.json") for i, n in enumerate(names)])
     try:
         for _, record in compiling.compile_all(jobs, wanted=lambda: 9, command={command!r}):
             print("done", record.reason, flush=True)

@@ -50,6 +50,9 @@ def test_a_roofline_names_the_limit(question, capsys):
     assert "DCN" not in said
     explain._print_roofline(question, roofline(time, product_flops=1e12, executed=[], chip=chip))
     assert "limited by computation" in capsys.readouterr().out
+    fast = StepTime(question.experiment.flops_per_step / (1.25 * question.slice.peak_flops), 0.0, (), ())
+    explain._print_roofline(question, roofline(fast, product_flops=1.0, executed=[], chip=chip))
+    assert "MFU 125.0 %" in capsys.readouterr().out  # of the bfloat16 peak, as with products in int8
 
 
 def test_a_layout_that_does_not_fit_is_shown_with_allocations_and_alternatives(

@@ -92,6 +92,24 @@ def test_only_requested_strategies_are_tried(question):
     assert {one.candidate.layout.constructor for one in found} == {"hsdp", "tensor"}
 
 
+@pytest.mark.parametrize(
+    "bindings",
+    [
+        ["BATCH_SIZE = 48", "ACCUM_STEPS = 3"],
+        ["BATCH_SIZE = 32", "ACCUM_STEPS = 2", "STRATEGY = @strategies.pipeline()", "strategies.pipeline.stage = 2"],
+    ],
+    ids=["not a power of two", "pipeline"],
+)
+def test_the_experiment_as_written_is_a_candidate_whatever_it_accumulates(bindings):
+    asked = search.ask("gin/quickstart.gin", slice_name="v4-8", bindings=bindings)
+    found = search.options(asked)
+    (written,) = [one for one in found if one.is_as_written]
+    assert not written.reason
+    assert written.candidate.accum_steps == asked.experiment.accum_steps > 1
+    assert len({(one.name, one.candidate.batch_size) for one in found}) == len(found)
+    assert not any(one.is_as_written for one in search.options(asked, only=["tensor"]))
+
+
 def test_own_tables_are_tried_as_they_are(question):
     bindings = [
         "STRATEGY = @strategies.override()",

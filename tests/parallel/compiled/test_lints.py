@@ -97,6 +97,19 @@ def collectives(text, grid):
     return traffic.collectives(module, executions.walk(module), grid)
 
 
+def test_gathering_once_is_advised_where_stored_parameters_and_their_gradients_fit_whole():
+    """Both in float32; the gathers of the loop are of one bfloat16 weight at a time."""
+    bound, loop = bind(strategies.fsdp(), accum_steps=2), executions.Loop("while", "jit(run)/while", 2)
+    (inside,) = (c._replace(loops=(loop,)) for c in gather("bf16"))
+    arrays = jax.tree.leaves(bound.abstract_state.params)
+    matrices = sum(a.size for a in arrays if a.size > 10_000)  # norms are replicated
+    more, have = 2 * 4 * matrices * 3 // 4, bound.partitioner.slice.chip.usable_hbm_bytes
+    (found,) = lints.check(lints.LintContext(bound, have - more, [inside]))
+    assert found.lint == "weights gathered in the accumulation loop"
+    assert f"{more // MIB} MiB more" in found.what
+    assert not lints.check(lints.LintContext(bound, have - more + 1, [inside]))
+
+
 @pytest.mark.compiled("v4-8")
 def test_float32_gathers_of_weights(good):
     wide = gather("f32")

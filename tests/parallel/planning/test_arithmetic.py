@@ -164,6 +164,19 @@ def test_state_is_exact(trace_of, tables, optimizer):
     assert (found["parameters"], found["optimizer"]) == (wanted.params, wanted.opt_state)
 
 
+@pytest.mark.parametrize(
+    "tables", [strategies.fsdp(), strategies.pipeline(stage=2, schedule=schedules.zero_bubble(num_microbatches=2))]
+)
+def test_a_program_has_the_estimate_of_its_candidate_in_a_plan(trace_of, tables):
+    """Which traces every choice of `remat`: some formulas need those that save most and least."""
+    model = transformer.preset("tiny", vocab_size=64, remat="full")
+    planned = trace_of(model, slice_name="v4-16", rows=16, length=128)
+    bound = Partitioner(tables, slice=planned.slice, devices=jax.devices()[:8])
+    program = bound.program(model, optimizers.adamw(learning_rate=lambda step: 1e-3), planned.spec, seed=0)
+    found = arithmetic.estimate(*arithmetic.place(program))
+    assert found == arithmetic.estimate(ShardedState(tables, planned), Step("full", 16, 1))
+
+
 def test_layers_before_the_first_stage_are_stored_and_gathered_over_stages():
     """By hand: both passes gather a matrix of the first layer over 8 chips, whose reduction is compiled as a sum.
 
@@ -232,6 +245,23 @@ def test_accumulation_is_less_hbm_and_more_traffic(seven_b):
     one, two = (arithmetic.estimate(sharded, Step("dots", 32, n)) for n in (1, 2))
     assert one.peak_bytes > two.peak_bytes
     assert one.time.traffic_seconds < two.time.traffic_seconds
+
+
+def test_gathering_once_takes_whole_float32_parameters_and_gradients_and_sends_them_once(trace_of):
+    """By hand, of two layers over fsdp 16: a gather, and a reduction that is compiled as a sum over all chips."""
+    known = trace_of(transformer.preset("7b", num_layers=2, remat="full"), remats=["full"])
+    sharded = ShardedState(strategies.fsdp(), known)
+    each, once, alone = (
+        arithmetic.estimate(sharded, Step("full", 64, steps, gather_once=is_once))
+        for steps, is_once in ((4, False), (4, True), (1, True))
+    )
+    matrices = sum(leaf.size for leaf, of in sharded.params if "norm" not in of.names)
+    sent = 4 * matrices * 15 / 16
+    assert once.peak_bytes - each.peak_bytes == pytest.approx(2 * sent, rel=1e-3)
+    (found,) = (axis for axis in once.time.traffic if axis.axes == ("fsdp",))
+    assert found.wire_bytes == pytest.approx((1 + 2) * sent, rel=1e-3)
+    assert found.wire_bytes < each.time.traffic[0].wire_bytes / 2
+    assert alone == arithmetic.estimate(sharded, Step("full", 64, 1))
 
 
 def test_more_microbatches_are_a_smaller_bubble_and_less_time(seven_b):
@@ -382,6 +412,32 @@ def test_impossible_layouts_are_refused_with_the_reason(seven_b, tables, step, k
     with pytest.raises(Refused, match=said) as refused:
         judge()
     assert refused.value.kind == kind
+
+
+@pytest.mark.parametrize("owner", ["carry", "loss"])
+def test_rows_that_belong_together_are_not_divided(trace_of, owner):
+    """As the partitioner refuses them; a carry's rows may still go through a pipeline."""
+    known = trace_of(transformer.preset("tiny", vocab_size=512), slice_name="v4-8", rows=16, remats=["none"])
+    assert not known.couples_rows
+    if owner == "carry":
+        carry = {"memory": jax.ShapeDtypeStruct((16, 8), "float32")}
+        known = dataclasses.replace(known, shapes=known.shapes._replace(carry=carry))
+    else:
+        known = dataclasses.replace(known, couples_rows=True)
+    piped_ = strategies.pipeline(stage=2, schedule=schedules.gpipe(num_microbatches=2))
+    cases = {
+        "accumulation": (strategies.fsdp(), 2, True),
+        "one batch": (strategies.fsdp(), 1, False),
+        "a pipeline": (piped_, 1, owner == "loss"),
+        "overlap_reduction": (strategies.fsdp(overlap_reduction=True), 1, owner == "loss"),
+    }
+    found = {}
+    for name, (tables, accum_steps, _) in cases.items():
+        try:
+            ShardedState(tables, known).check(Step("none", 16, accum_steps))
+        except Refused as error:
+            found[name] = error.kind
+    assert found == {name: "rows belong together" for name, (*_, is_refused) in cases.items() if is_refused}
 
 
 def test_a_dimension_that_does_not_divide_is_refused(trace_of):

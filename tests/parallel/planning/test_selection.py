@@ -4,6 +4,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from core import optimizers, slices
 from core.batches import Field
@@ -63,13 +64,26 @@ def test_a_degree_is_not_one_that_begins_with_its_digits():
         model=MODEL,
         spec={"inputs": Field((512, 16), jnp.int32, ("batch", "length"))},
         accum_steps=1,
+        gather_once=True,
     )
     (far, near) = (
         tried("hsdp: data 2 x fsdp 256", Layout("hsdp", (("data", 2), ("fsdp", -1))), "dots", seconds=0.1),
         tried("hsdp: data 256 x fsdp 2", Layout("hsdp", (("data", 256), ("fsdp", -1))), "dots", seconds=0.2),
     )
-    assert step_of(asked) == Step("full", 512, 1)
+    assert step_of(asked) == Step("full", 512, 1, gather_once=True)
     assert selection.nearest([far, near], asked) == [near, far]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_ring_is_judged_by_its_own_tables(trace_of, first):
+    """A row of 132 positions divides over 4 chips, but not into the 8 chunks of a ring."""
+    known = trace_of(MODEL, slice_name="v4-8", rows=16, length=132, remats=["full"])
+    judge = selection.Judge(known, strategies.fsdp(), num_streams=1)
+    found = {
+        ring: judge.judge(Candidate(Layout("context", (("sequence", 4), ("fsdp", -1)), ring=ring), "full", 1, 16)).kind
+        for ring in (first, not first)
+    }
+    assert found == {False: "", True: "positions do not divide"}
 
 
 def test_another_schedule_is_another_layout():
