@@ -145,6 +145,9 @@ def _require_base_of_peft(run: str, experiment: Experiment) -> None:
     base = experiment.initialization.init_from
     if not _is_published(base):
         raise UserError(f"{run}: its base is {base or 'no published model'!r}, which PEFT cannot load: give --merge")
+    kind = families.read_config(published_files.small_files(base))["model_type"]
+    if families.known()[kind].inside:
+        raise UserError(f"{run}: PEFT has other names for the decoder in its base {base!r} ({kind}): give --merge")
     if experiment.initialization.init_layers:
         raise UserError(f"{run}: its base has other layers than {base!r} (INIT_LAYERS): give --merge")
 

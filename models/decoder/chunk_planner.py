@@ -58,6 +58,8 @@ class Plans(hk.Module):
             mixer=layers.Attention(qk_norm=usual.qk_norm, scale=usual.scale, softcap=usual.softcap),
             attention="auto",
             feed_forward=layers.Mlp(),
+            first_feed_forward=(),
+            first_mixer=(),
             positions="rotary",
             lora=None,
             planner=None,

@@ -244,6 +244,13 @@ class DecoderConfig(Decoder):
                     f"Transformer: a layer has two parts called {doubled[0]!r}: make one of them a "
                     "subclass with another `name`"
                 )
+            matrices = [name for part in kind.mixers for name in part.matrices]
+            if shared := [name for name in matrices if matrices.count(name) > 1]:
+                owners = " and ".join(part.name for part in kind.mixers if shared[0] in part.matrices)
+                raise UserError(
+                    f"Transformer: {owners} of one layer would share their matrices, such as {shared[0]!r}: add "
+                    "mixers whose parameters have other names, such as s5.S5 or TTTMixer"
+                )
             for part in parts_of(kind).values():
                 _check_class(type(part))
         if (rest := self.num_layers - len(firsts)) % (group := self.group):

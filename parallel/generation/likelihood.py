@@ -122,7 +122,10 @@ class Scorer:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns log-likelihoods and whether all ids are greedy, [B]; positions `begin` to `end` - 1 are scored."""
         targets, positions = ids[:, 1:], jnp.arange(ids.shape[1] - 1)
-        logits = self._model.logits(params, text_batch(self._program.spec, ids[:, :-1])).astype(jnp.float32)
+        batch = text_batch(self._program.spec, ids[:, :-1])
+        # LongRoPE reads the largest position, which is that of the row's own ids, however many follow as padding.
+        batch = {**batch, "positions": jnp.minimum(batch["positions"], end[:, None] - 1)}
+        logits = self._model.logits(params, batch).astype(jnp.float32)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=2)[..., 0]  # [B, T]
         log_p = chosen - jax.nn.logsumexp(logits, axis=2)
         scored = (begin[:, None] <= positions) & (positions < end[:, None])

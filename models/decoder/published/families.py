@@ -134,6 +134,8 @@ def family(model: DecoderConfig) -> str:
     *_, nearest, wrong = min(found)
     if model.attention == "none":
         wrong["attention"] = "auto", model.attention
+    if model.planner is not None:
+        wrong["planner"] = None, model.planner
     if wrong:
         again = DecoderConfig(**fields(config(model, nearest)))
         own = {name: tuple(getattr(one, name, None) for one in (again, model)) for name in wrong}

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from models.decoder import chunk_planner, layers
 from models.decoder.planner_config import Planner
+from models.decoder.published import families
 from tests.models.decoder.test_layers import BATCH, PLAIN, check_generation, params_of
 
 MODEL = dataclasses.replace(PLAIN, num_layers=1, attention="none", planner=Planner(chunk=4, high_steps=2, low_steps=2))
@@ -72,3 +74,11 @@ def test_its_attention_has_the_norms_scale_and_bound_of_the_decoder():
     inner = []
     hk.transform(lambda: inner.append(chunk_planner.Plans(model, model.planner).config.mixer)).init(jax.random.key(0))
     assert inner == [usual]
+
+
+def test_a_planner_goes_with_first_layers_and_no_published_family_has_one():
+    first = dataclasses.replace(MODEL, num_layers=2, first_feed_forward=(layers.Mlp(mlp_dim=8),))
+    params = jax.eval_shape(first.init, jax.random.key(0), BATCH)
+    assert any("planner" in module for module in params)
+    with pytest.raises(UserError, match=r"no published family has these fields; .* planner = None"):
+        families.family(dataclasses.replace(PLAIN, planner=Planner(chunk=4)))

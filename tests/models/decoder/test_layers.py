@@ -195,6 +195,10 @@ def test_the_width_of_the_feed_forwards_is_a_setting():
     [
         ({"mixer": "attention"}, r"mixer = 'attention': expected a mixer such as @s5\.S5\(\)"),
         ({"mixer": Sum((Attention(), Attention()))}, "a layer has two parts called 'attention'"),
+        (
+            {"mixer": Sum((Attention(), BlockSparse()))},
+            "attention and block_sparse of one layer would share their matrices, such as 'query'",
+        ),
         ({"mixer": (Attention(), None)}, r"mixer = .*: expected a mixer"),
         ({"mixer": ()}, r"mixer = \(\): expected a mixer"),
         ({"feed_forward": (Mlp(), "moe")}, r"'moe'\): expected a part such as @experts\.Experts\(\), or None"),

@@ -7,6 +7,7 @@ import pytest
 
 from core import optimizers, slices
 from core.errors import UserError
+from models.decoder import rotary
 from models.decoder.transformer import Transformer
 from parallel import strategies
 from parallel.generation import likelihood
@@ -96,3 +97,14 @@ def test_pairs_that_cannot_be_scored_are_refused():
     for pair, says in {((), (1,)): "0 ids of context", ((1,), ()): "0 of", ((1,), (2,) * 97): "97 of"}.items():
         with pytest.raises(UserError, match=f"pair 2 has .*{says}"):
             scorer.score([([1], [2]), pair])
+
+
+def test_a_likelihood_does_not_depend_on_the_rows_beside_it():
+    """Padding has no positions above those of a row's ids, which choose the factors of LongRoPE."""
+    scaling = rotary.LongRope(short=(1.0, 1.0), long=(4.0, 9.0), original_length=48)
+    program = program_of(rope_scaling=scaling)
+    scorer = likelihood.Scorer(program, program.init_params())
+    short, long = ([*range(20)], [7, 8, 9]), ([*range(50)], [3])
+    (alone,) = scorer.score([short])
+    together, _ = scorer.score([short, long])
+    np.testing.assert_allclose(alone.log_likelihood, together.log_likelihood, rtol=1e-5)
