@@ -99,12 +99,13 @@ def test_pairs_that_cannot_be_scored_are_refused():
             scorer.score([([1], [2]), pair])
 
 
-def test_a_likelihood_does_not_depend_on_the_rows_beside_it():
-    """Padding has no positions above those of a row's ids, which choose the factors of LongRoPE."""
+def test_padding_does_not_choose_the_factors_of_a_short_row():
+    """A row of 22 ids has the short factors of LongRoPE, also if it is padded beyond the original length."""
     scaling = rotary.LongRope(short=(1.0, 1.0), long=(4.0, 9.0), original_length=48)
-    program = program_of(rope_scaling=scaling)
-    scorer = likelihood.Scorer(program, program.init_params())
+    program, plain = program_of(rope_scaling=scaling), program_of()
+    params = program.init_params()
     short, long = ([*range(20)], [7, 8, 9]), ([*range(50)], [3])
-    (alone,) = scorer.score([short])
-    together, _ = scorer.score([short, long])
-    np.testing.assert_allclose(alone.log_likelihood, together.log_likelihood, rtol=1e-5)
+    (wanted,) = likelihood.Scorer(plain, params).score([short])
+    scorer = likelihood.Scorer(program, params)
+    for pairs in ([short], [short, long]):
+        np.testing.assert_allclose(scorer.score(pairs)[0].log_likelihood, wanted.log_likelihood, rtol=1e-5)
