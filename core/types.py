@@ -247,6 +247,15 @@ class LimitsPositions(Protocol):
     max_positions: int | None
 
 
+class LimitsCache(Protocol):
+    """A model whose KV cache is right up to `max_cached_positions` positions; None: up to any number.
+
+    Enables: an error for a generation after which cached keys would have to change.
+    """
+
+    max_cached_positions: int | None
+
+
 class Shrinks(Protocol):
     """A model that can be made small for smoke runs and tests.
 

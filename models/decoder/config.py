@@ -372,6 +372,11 @@ class DecoderConfig(Decoder):
         others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
         return tuple(sorted(others, key=lambda one: others[one]))
 
+    @property
+    def max_cached_positions(self) -> int | None:
+        """The original length of LongRoPE, because all keys of a longer row have other factors; None: no such limit."""
+        return self.rope_scaling.original_length if isinstance(self.rope_scaling, rotary.LongRope) else None
+
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer by its number, from 0."""
         first, kinds = self.first_kinds, self.repeated_kinds

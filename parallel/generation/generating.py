@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from core import units
 from core.batches import row_length
 from core.errors import UserError
-from core.types import HasVocabulary, LimitsPositions, Params, can
+from core.types import HasVocabulary, LimitsCache, LimitsPositions, Params, can
 from parallel.generation import decoding, layerwise
 from parallel.generation.decoding import NEW, NONE, STOP, Decoder, Drawn, State
 from parallel.generation.layerwise import LayerwiseDecoder
@@ -179,7 +179,13 @@ def max_positions(program: Program) -> int | None:
     """Returns the most positions of a prompt and its continuation; None: no limit."""
     if not decoding.extends_cache(program.model):
         return row_length(program.spec)
-    return program.model.max_positions if can(program.model, LimitsPositions) else None
+    limit = program.model.max_positions if can(program.model, LimitsPositions) else None
+    found = [most for most in (limit, _max_cached(program)) if most is not None]
+    return min(found, default=None)
+
+
+def _max_cached(program: Program) -> int | None:
+    return program.model.max_cached_positions if can(program.model, LimitsCache) else None
 
 
 def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
@@ -199,9 +205,12 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
         if wrong := [i for i in prompt if i < 0 or (size is not None and i >= size)]:
             raise UserError(f"{where} has the id {wrong[0]}, and the model's are 0 to {size - 1 if size else '…'}")
         if most is not None and len(prompt) + max_tokens > most:
+            why = (
+                " in a KV cache, because longer rows have other rotary factors" if most == _max_cached(program) else ""
+            )
             raise UserError(
                 f"{where}, of {units.counted(len(prompt), 'id')}, and {max_tokens} new ones need "
-                f"{len(prompt) + max_tokens} positions, and the model has {most}: shorten the prompt, or generate "
+                f"{len(prompt) + max_tokens} positions, and the model has {most}{why}: shorten the prompt, or generate "
                 f"at most {max(most - len(prompt), 0)}"
             )
 

@@ -11,6 +11,8 @@ import pytest
 from core import optimizers, slices
 from core.errors import UserError
 from models import pretrained
+from models.decoder import rotary
+from models.decoder.transformer import Transformer
 from parallel import strategies
 from parallel.generation import decoding, generating, layerwise, sampling
 from parallel.generation.generating import Generator
@@ -273,3 +275,16 @@ def test_too_many_positions_and_empty_prompts_are_refused():
         generator.generate([[1], [83]], max_tokens=1)
     with pytest.raises(UserError, match="prompt 2 of 2 is empty"):
         generator.generate([[1], []], max_tokens=1)
+
+
+def test_a_generation_in_which_cached_keys_would_change_is_refused():
+    """Of LongRoPE, whose factors are those of the whole row: they would change after the original length."""
+    scaling = rotary.LongRope(short=(1.0, 1.0), long=(2.0, 2.0), original_length=16)
+    model = Transformer(
+        vocab_size=83, num_layers=1, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=2, rope_scaling=scaling
+    )
+    at = Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices()[:4])
+    program = at.program(model, ADAMW, streams.batch_spec(32, length=16), seed=0)
+    generating.check_prompts(program, [[1] * 10], max_tokens=6)
+    with pytest.raises(UserError, match="need 17 positions, and the model has 16 in a KV cache, because longer rows"):
+        generating.check_prompts(program, [[1] * 10], max_tokens=7)
