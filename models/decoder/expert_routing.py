@@ -363,7 +363,9 @@ def _dropless(
             return y
         at_row = jnp.arange(len(rows))[:, None] - starts  # [S, E]
         # A product, whose gradient is a product too; the gradient of a gather would add up rows one by one.
-        return y + ((at_row >= 0) & (at_row < sizes)).astype(y.dtype) @ biases
+        y += ((at_row >= 0) & (at_row < sizes)).astype(y.dtype) @ biases
+        # The kernel does not define empty rows, nor their gradients, and 0 times such a number may be NaN.
+        return jnp.where(empty[:, None], 0, y)
 
     y = _combined(_feed_forward(rows, weights, activation, product)[None], slots, gates[None])[0]
     if at.exchanged:

@@ -1,6 +1,7 @@
 """Mixtures of experts against a direct computation, the properties of routing, and the errors of wrong settings."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -401,3 +402,24 @@ def test_the_gradient_of_weighted_choices_is_that_of_jax(dtype):
     for got, expected in zip(back(d.astype(dtype)), back_of_jax(d.astype(dtype)), strict=True):
         assert got.dtype == expected.dtype
         np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=1e-6)
+
+
+def test_rows_that_the_kernel_leaves_undefined_reach_no_gradient(monkeypatch):
+    """Pallas's interpreter fills them with NaN; the last two tokens are padding."""
+    monkeypatch.setattr(
+        grouped_products, "grouped_product", functools.partial(grouped_products.by_kernel, interpret=True)
+    )
+    gate, keys = derivatives.ClampedGate(), jax.random.split(jax.random.key(0), 5)
+    settings = Experts(num_experts=2, top_k=1, has_biases=True, clamped_gate=gate)
+    x, real = jax.random.normal(keys[0], (1, 8, 8)), jnp.arange(8)[None] < 6
+    matrices = [jax.random.normal(key, (2, 8, 8)) for key in keys[2:]]
+    biases = (jnp.zeros(2), *(jnp.zeros((2, 8)),) * 3)
+    weights = Weights(jax.random.normal(keys[1], (8, 2)), *matrices, biases)
+
+    def loss(weights):
+        found, *_ = expert_routing.mixture(settings, x, weights, real, activation=gate, drops=False)
+        return jnp.sum(found[real] ** 2)
+
+    gradients = jax.jit(jax.grad(loss))(weights)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
+    assert np.any(jax.tree.leaves(gradients.biases)[1])
