@@ -148,7 +148,9 @@ class Session:
             train_step, statistics = compile_together(run, self._first_step)
             if self._metrics:
                 self._metrics.ready()
-            if self._evaluate and self._is_evaluation_missing():
+            if self._evaluate and self._is_evaluation_missing(self._evaluate):
+                if run.host.count > 1:
+                    distributed.barrier("evaluation at the start", timeout_seconds=run.meeting_seconds)
                 self._evaluate.at_boundary(self._first_step, start.state)
             state = trainer.train(
                 train_step,
@@ -168,12 +170,12 @@ class Session:
         distributed.barrier(f"run/end of step {run.last_step}")
         return validation
 
-    def _is_evaluation_missing(self) -> bool:
+    def _is_evaluation_missing(self, evaluate: evaluation.Evaluate) -> bool:
         """Returns whether to evaluate at the start: nothing is left to train, or the run ended in this evaluation."""
         run, step = self._run, self._first_step
         if step >= run.last_step:
             return True
-        if step <= run.span.first_step or not self._evaluate or not self._evaluate.needs_state(step):
+        if step <= run.span.first_step or not evaluate.needs_state(step):
             return False
         return distributed.decided_by_host_zero(lambda: not metrics.read(run.run_dir).has_evaluation(step))
 

@@ -136,6 +136,7 @@ class Copying:
         self._thread = threading.Thread(target=self._work, name="copy of checkpoints", daemon=True)
 
     def __enter__(self) -> Copying:
+        self._bookkeeping.attempt(self._clear)
         self._thread.start()
         return self
 
@@ -145,6 +146,11 @@ class Copying:
         self._thread.join()
         if not any(self._bookkeeping.attempt(self.copy_newest) for _ in range(_LAST_ATTEMPTS)):
             self._say(f"warning: the newest checkpoint of {self._source} was not copied to {self._target}")
+
+    def _clear(self) -> None:
+        for left in list(steps.leftovers(self._target)):
+            if left.what == "unfinished":
+                steps.remove(left.folder)
 
     def _work(self) -> None:
         pause_seconds = _POLL_SECONDS
@@ -179,6 +185,7 @@ class Copying:
             paths.copy_between(file, self._target.parent / file.name)
         took = units.seconds(time.monotonic() - began, digits=2)
         self._say(f"checkpoint {newest}: {units.size(size)} copied to {self._target} and compared, in {took}")
-        for old in sorted({*there, newest})[: -self._keep]:
+        later = [step for step in there if step > newest]  # which the run went back from, or could not use
+        for old in [*later, *sorted({*there, newest}.difference(later))[: -self._keep]]:
             with contextlib.suppress(FileNotFoundError):
                 steps.remove(self._target / str(old))

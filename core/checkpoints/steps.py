@@ -82,7 +82,7 @@ def folder_of(run: str) -> paths.Path:
 def split(text: str) -> tuple[str, str | None]:
     """Returns RUN and STEP of RUN@STEP, or RUN and None; an `@` in the path of a folder is no mark."""
     run, mark, step = text.rpartition("@")
-    if not mark or "/" in step or paths.resolve(text).exists():
+    if not mark or not run or "/" in step or paths.resolve(text).exists():
         return text, None
     return run, step
 

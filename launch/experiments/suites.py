@@ -24,6 +24,7 @@ from launch.config import differences, loader
 from launch.config.trust import Trust
 from launch.experiment import Experiment
 from launch.experiments import saved_run
+from launch.runs import continuation
 
 HOME = environment.WORKSPACE / "gin" / "trm"
 NUMBERED = ("exp", "contrib")  # `all` stands for the groups with these prefixes
@@ -325,10 +326,11 @@ class Suite:
 def has_ended(run_dir: str, experiment: Experiment, *, last_step: int) -> bool:
     """Returns whether a run has recorded, evaluated and saved its last step; its checkpoints may have been removed."""
     found, folder = metrics.read(run_dir), paths.resolve(run_dir) / steps.FOLDER
-    lacks_evaluation = experiment.evaluation.eval_batches and not found.has_evaluation(last_step)
-    if found.step < last_step or (found.step == last_step and lacks_evaluation):
+    if found.step < last_step:
         return False
-    return not folder.exists() or max(steps.complete(folder), default=0) >= last_step
+    if found.step == last_step and not continuation.is_evaluated(run_dir, experiment, last_step):
+        return False
+    return not (folder.exists() and any(folder.iterdir())) or max(steps.complete(folder), default=0) >= last_step
 
 
 def difference(existing: str, wanted: str) -> str:

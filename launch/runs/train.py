@@ -158,6 +158,9 @@ def run_phases(
       PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
     """
     validation: dict[str, float] = {}
+    with contextlib.suppress(EarlierPhaseError):
+        if ended := _unevaluated(spans, run_dir):
+            validation = Session(prepare(ended), lock=lock).run()
     while (span := _next(spans, run_dir, last_step)).first_step < last_step:
         with contextlib.suppress(EarlierPhaseError):  # trains the previous phase again
             validation = Session(prepare(span), lock=lock).run()
@@ -165,6 +168,19 @@ def run_phases(
                 return validation
     print(f"note: step {span.first_step} is already done: train for more steps, or use another run directory")
     return validation
+
+
+def _unevaluated(spans: Sequence[Span], run_dir: str) -> Span | None:
+    """Returns an earlier phase that ended before its last evaluation, or None. All hosts must call it."""
+
+    def number() -> int:
+        folder = paths.resolve(run_dir) / steps.FOLDER
+        done = max(steps.complete(folder), default=0)
+        ended = [span for span in spans[:-1] if span.last_step == done]
+        return next((s.number for s in ended if not continuation.is_evaluated(run_dir, s.experiment, done)), 0)
+
+    found = distributed.decided_by_host_zero(number) if len(spans) > 1 else 0
+    return spans[found - 1] if found else None
 
 
 def _next(spans: Sequence[Span], run_dir: str, last_step: int) -> Span:

@@ -71,7 +71,7 @@ class FileSource(DocumentSource):
         listing = [
             (split, file.name, file.size_bytes) for split in ("train", "validation") for file in self.files(split)
         ]
-        read = repr(listing) if self.field == "text" else repr((listing, self.field))
+        read = repr(listing) if self.field in ("", "text") else repr((listing, self.field))
         return hashlib.sha256(read.encode()).hexdigest()
 
     def content_hash(self) -> str:

@@ -136,6 +136,18 @@ def test_a_damaged_copy_is_passed_over_and_replaced_when_its_step_is_saved_again
     assert intact(place) == [7, 9]
 
 
+def test_a_damaged_copy_of_a_later_step_is_not_kept_in_place_of_a_good_one(run, tmp_path):
+    place = tmp_path / "kept"
+    copying.Copying(str(run), str(place), keep=1, say=print).copy_newest()
+    left = place / "checkpoints" / "3.orbax-checkpoint-tmp-1"  # by an interrupted removal
+    left.mkdir()
+    for step in ("7", "9"):  # which the run could not use
+        steps.remove(run / "checkpoints" / step)
+    with copying.Copying(str(run), str(place), keep=1, say=print):
+        pass
+    assert sorted(folder.name for folder in (place / "checkpoints").iterdir()) == ["3"]
+
+
 def test_a_step_whose_removal_was_interrupted_is_removed_at_the_next_start(run, monkeypatch):
     folder = run / "checkpoints"
 

@@ -231,6 +231,26 @@ def test_a_save_waits_for_an_evaluation_only_if_it_contains_its_scores(tmp_path,
     assert found == order
 
 
+def test_the_evaluation_at_the_end_of_a_phase_is_made_before_the_next_phase(tmp_path, monkeypatch):
+    original, asked = evaluation.Evaluate.at_boundary, []
+
+    def once(hook, step, state):
+        asked.append(step)
+        if len(asked) == 1:
+            raise OSError("no such file")
+        original(hook, step, state)
+
+    monkeypatch.setattr(evaluation.Evaluate, "at_boundary", once)
+    config = loaded(*EVALUATED, *LONGER)
+    told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 6, "host": Host(0, 1, True)}
+    prepare = functools.partial(prepared_run.prepare_run, **told)
+    with pytest.raises(OSError, match="no such file"):
+        train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=6, lock=None)
+    train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=6, lock=None)
+    assert asked == [3, 3, 6]
+    assert evaluated(tmp_path) == [3, 6]
+
+
 def test_a_second_call_at_the_end_of_a_phase_returns_its_evaluation(tmp_path):
     config = loaded(*EVALUATED, *LONGER)
     told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 3, "host": Host(0, 1, True)}

@@ -1,5 +1,6 @@
 """Invalid documents are reported with file and line, by the checks before a run and by the pipeline."""
 
+import hashlib
 import itertools
 import json
 
@@ -156,8 +157,15 @@ def test_names_of_files_begin_below_their_common_folder(monkeypatch, patterns, p
 
 def test_another_field_is_another_text(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "two words", "body": "three"}))
-    usual, other = (task(tmp_path / "*.jsonl", **options).fingerprint() for options in ({}, {"field": "body"}))
-    assert usual == task(tmp_path / "*.jsonl", field="text").fingerprint() != other
+    usual, other = (task(tmp_path / "*.jsonl", **options).corpus.fingerprint() for options in ({}, {"field": "body"}))
+    listing = [("train", "a.jsonl", 38), ("validation", "a.jsonl", 38)]
+    assert usual == hashlib.sha256(repr(listing).encode()).hexdigest() != other  # as before fields were counted
+
+
+def test_the_fingerprint_of_source_code_has_no_field():
+    corpus = text.python_source(length=16, num_streams=1).corpus
+    listing = [(split, f.name, f.size_bytes) for split in ("train", "validation") for f in corpus.files(split)]
+    assert corpus.fingerprint() == hashlib.sha256(repr(listing).encode()).hexdigest()
 
 
 def test_documents_of_white_space_are_counted_and_reported_at_powers_of_ten(capsys):
