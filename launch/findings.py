@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
     @property
     def is_layout(self) -> bool:
-        """Whether it says that model, batch and strategy fit the slice, in any phase."""
+        """Whether it is the check of the layout, in any phase."""
         return self.name.partition(OF_PHASE)[0] == LAYOUT
 
     @property

@@ -29,7 +29,7 @@ def program_text(experiment: Experiment, settings: Settings) -> str:
 
 
 def layout_text(experiment: Experiment) -> str:
-    """Returns a text that describes the training program, but for its optimizer and for modules of one's own."""
+    """Returns a text that describes the training program without its optimizer and the user's own modules."""
     return identity.text(_parts(experiment, ()))
 
 

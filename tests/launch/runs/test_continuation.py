@@ -196,7 +196,8 @@ def test_a_run_that_ended_in_its_last_evaluation_evaluates_at_its_next_start(tmp
     assert ended()
 
 
-def test_an_evaluation_that_was_interrupted_is_made_before_training_continues(tmp_path, monkeypatch):
+def fail_first_evaluation(monkeypatch):
+    """Makes the first evaluation fail; returns a list that gets the step of each."""
     original, asked = evaluation.Evaluate.at_boundary, []
 
     def once(hook, step, state):
@@ -206,6 +207,11 @@ def test_an_evaluation_that_was_interrupted_is_made_before_training_continues(tm
         original(hook, step, state)
 
     monkeypatch.setattr(evaluation.Evaluate, "at_boundary", once)
+    return asked
+
+
+def test_an_evaluation_that_was_interrupted_is_made_before_training_continues(tmp_path, monkeypatch):
+    asked = fail_first_evaluation(monkeypatch)
     with pytest.raises(OSError, match="no such file"):
         start(tmp_path, *EVALUATED)
     start(tmp_path, *EVALUATED)
@@ -232,15 +238,7 @@ def test_a_save_waits_for_an_evaluation_only_if_it_contains_its_scores(tmp_path,
 
 
 def test_the_evaluation_at_the_end_of_a_phase_is_made_before_the_next_phase(tmp_path, monkeypatch):
-    original, asked = evaluation.Evaluate.at_boundary, []
-
-    def once(hook, step, state):
-        asked.append(step)
-        if len(asked) == 1:
-            raise OSError("no such file")
-        original(hook, step, state)
-
-    monkeypatch.setattr(evaluation.Evaluate, "at_boundary", once)
+    asked = fail_first_evaluation(monkeypatch)
     config = loaded(*EVALUATED, *LONGER)
     told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 6, "host": Host(0, 1, True)}
     prepare = functools.partial(prepared_run.prepare_run, **told)

@@ -278,7 +278,7 @@ def test_too_many_positions_and_empty_prompts_are_refused():
 
 
 def test_a_generation_in_which_cached_keys_would_change_is_refused():
-    """Of LongRoPE, whose factors are those of the whole row: they would change after the original length."""
+    """LongRoPE has other factors for rows longer than the original length, and cached keys keep the old ones."""
     scaling = rotary.LongRope(short=(1.0, 1.0), long=(2.0, 2.0), original_length=16)
     model = Transformer(
         vocab_size=83, num_layers=1, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=2, rope_scaling=scaling
