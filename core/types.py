@@ -256,6 +256,15 @@ class LimitsCache(Protocol):
     max_cached_positions: int | None
 
 
+class HasTextPart(Protocol):
+    """A model of which `text_part` reads text alone, with some of the model's parameters.
+
+    Enables: text without images from a model of images and text, in samples, `generate` and scores.
+    """
+
+    text_part: Model
+
+
 class Shrinks(Protocol):
     """A model that can be made small for smoke runs and tests.
 

@@ -14,6 +14,7 @@ from launch import loaded_model, terminal
 from launch.loaded_model import Images, LoadedModel
 from models.vision import pretrained
 from models.vision.model import VisionLanguageModel, part_of
+from parallel.generation import text_part
 from parallel.generation.generating import Vectors
 from parallel.partitioner import Program
 from parallel.strategy import Strategy
@@ -147,21 +148,15 @@ def load(
 def seeing(model: LoadedModel, task: Any) -> LoadedModel:
     """Returns the decoder of a run, with a `FolderSight` that makes vectors of images.
 
-    Returns `model` itself if `task` has no `prompts` for images, or the model has a selector of patches.
+    It reads no images if `task` has no `prompts` for them, or the model has a selector of patches.
     """
     whole: Any = model.model
+    program, params = text_part.of(model.program, model.params)
+    decoder = dataclasses.replace(model, program=program, params=params)
     if not isinstance(task, ImageQuestions) or task.prompts is None or whole.selector is not None:
-        return model
-    program, params = model.program, model.params
-    spec = streams.batch_spec(program.partitioner.row_shards, length=_MULTIPLE)
-    return LoadedModel(
-        program.partitioner.program(whole.decoder, program.optimizer, spec, seed=0),
-        params and _of(params, of_decoder=True),
-        model.vocabulary,
-        model.where,
-        model.begins_with_bos,
-        FolderSight(program, params and _of(params, of_decoder=False), task.prompts),
-    )
+        return decoder
+    sight = FolderSight(model.program, model.params and _of(model.params, of_decoder=False), task.prompts)
+    return dataclasses.replace(decoder, sight=sight)
 
 
 def _of(params: Any, *, of_decoder: bool) -> Any:

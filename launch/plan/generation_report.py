@@ -10,7 +10,7 @@ from launch.config import loader
 from launch.plan import compiled_report
 from parallel import strategy
 from parallel.compiled import compiling
-from parallel.generation import generating
+from parallel.generation import generating, text_part
 from parallel.planning import generation_cost
 from parallel.planning.generation_cost import GenerationCost
 
@@ -32,7 +32,7 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
     for note in config.notes:
         print(f"note: {note}")
     experiment = config.build()
-    bound = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
+    bound, _ = text_part.of(experiment.bind(compiling.devices_of(slices.get(experiment.slice))), None)
     for ability in (ExtendsCache, HasVocabulary):
         if not can(bound.model, ability):
             raise UserError(f"--generate: {lacking(bound.model, ability)}")

@@ -28,7 +28,7 @@ from launch.hosts.cluster import Host
 from launch.runs.prepared_run import INIT_FROM, Run, cache_folder
 from parallel import strategy
 from parallel.compiled import report
-from parallel.generation import generating, sampling
+from parallel.generation import generating, sampling, text_part
 from parallel.partitioner import Program
 from tasks.text.ids import decode_continuation, stop_ids, with_bos
 
@@ -218,7 +218,7 @@ def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:
     if not prompt or not can(experiment.task, FramesTexts) or experiment.task.begins_with_bos():
         prompt = with_bos(prompt, vocabulary)
     params = program.optimizer.evaluated(state.params, state.opt_state)
-    generator = generating.Generator(program, params)
+    generator = generating.Generator(*text_part.of(program, params))
     most = generator.max_positions
     prompt = prompt[-(experiment.row_length if most is None else most // 2) :]
     count = SAMPLE_IDS if most is None else min(SAMPLE_IDS, most - len(prompt))

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -111,8 +111,6 @@ class AdaptedDecoder:
       base_dtype: dtype in which the base is stored, "bfloat16" or "float32".
     """
 
-    couples_rows: ClassVar[bool] = False
-
     base: Transformer
     layer: TTTConfig
     chunk: int = 512
@@ -148,6 +146,11 @@ class AdaptedDecoder:
         if self.base.lora is not None or experts_of(self.base) is not None:
             raise UserError("AdaptedDecoder.base: a decoder with adapters or experts of its own cannot be adapted")
 
+    @property
+    def couples_rows(self) -> bool:
+        """Whether one decision for all rows depends on their signals."""
+        return self.per_batch and self.gate.reads != ""
+
     def init(self, rng: jax.Array, batch: Batch) -> Params:
         """Returns initial parameters; those of the base are frozen, in `base_dtype`."""
         text = {name: value for name, value in batch.items() if name != HIDDEN}
@@ -170,20 +173,22 @@ class AdaptedDecoder:
         """
         unembed, adapter = self.base.head(params).unembed, self._adapter(params)
         key = jax.random.key(0) if rng is None else rng
-        rows = random_bits.row_ids(batch)
+        chunks = self._chunks(params, batch)
+        numbers = _numbers(batch, chunks)
 
         def one(carry: tuple[Any, Any], item: tuple[jax.Array, Chunks]) -> tuple[tuple[Any, Any], LossOutput]:
             (state, memory), (number, chunks) = carry, item
             random = jax.random.fold_in(key, number)
-            state, memory, read, updates = self._decide(unembed, adapter, state, memory, random, chunks)
+            draws = random, numbers
+            state, memory, read, updates = self._decide(unembed, adapter, state, memory, draws, chunks)
             x = read.output if self.gate == gates.UPDATE else _chosen(updates, read.output, chunks.hidden)
             text = Text(x, chunks.targets, chunks.weights)
             if is_training and self.loss_positions is not None:
+                rows = random_bits.row_ids(batch)
                 places = jnp.repeat(rows, len(chunks.hidden) // len(rows))  # chunks of a row draw alike
                 text = _sampled(text, random_bits.row_keys(random, places), self.loss_positions)
             return (state, memory), self._sums(unembed, text, chunks, read, updates)
 
-        chunks = self._chunks(params, batch)
         (carry, _), each = _in_order(one, (carry, self._start(adapter, chunks)), chunks)
         return carry, jax.tree.map(lambda a: jnp.sum(a, axis=0), each)
 
@@ -231,12 +236,13 @@ class AdaptedDecoder:
 
         def one(carry: tuple[Any, Any], item: tuple[jax.Array, Chunks]) -> tuple[tuple[Any, Any], dict[str, jax.Array]]:
             (state, memory), (number, chunks) = carry, item
-            random = jax.random.fold_in(rng, number)
-            state, memory, read, updates = self._decide(unembed, adapter, state, memory, random, chunks)
+            draws = jax.random.fold_in(rng, number), numbers
+            state, memory, read, updates = self._decide(unembed, adapter, state, memory, draws, chunks)
             x = _chosen(updates, read.output, chunks.hidden)
             return (state, memory), {"updates": updates, "losses": self._losses(unembed, x, chunks)}
 
         chunks = self._chunks(params, batch)
+        numbers = _numbers(batch, chunks)
         (state, _), found = _in_order(one, (state, self._start(adapter, chunks)), chunks)
         return state, {name: self._by_row(value, batch["inputs"].shape[0]) for name, value in found.items()}
 
@@ -342,10 +348,17 @@ class AdaptedDecoder:
         return (() if self.carry == "none" else found.state), Read(chunks.hidden + found.output, signals)
 
     def _decide(
-        self, unembed: jax.Array, adapter: Adapter, state: Any, memory: Any, key: jax.Array, chunks: Chunks
+        self,
+        unembed: jax.Array,
+        adapter: Adapter,
+        state: Any,
+        memory: Any,
+        draws: tuple[jax.Array, jax.Array],
+        chunks: Chunks,
     ) -> tuple[Any, Any, Read, jax.Array]:
-        tokens = jnp.sum(chunks.weights, axis=1)
-        rows = functools.partial(gates.decide_rows, self.gate, per_batch=self.per_batch)
+        """`draws` are the key and the `numbers` of `gates.decide_rows`."""
+        tokens, (key, numbers) = jnp.sum(chunks.weights, axis=1), draws
+        rows = functools.partial(gates.decide_rows, self.gate, numbers=numbers, per_batch=self.per_batch)
         reads = self.gate.reads
         zeros = jnp.zeros_like(tokens)
         skipped = Read(chunks.hidden, Signals(zeros, zeros, zeros, zeros))
@@ -406,6 +419,13 @@ class AdaptedDecoder:
             return jnp.sum(losses.token_losses(logits, targets, vocab_size=self.vocab_size) * weights, axis=1)
 
         return jnp.sum(jax.lax.map(one, jax.tree.map(split, (x, chunks.targets, chunks.weights))), axis=0)
+
+
+def _numbers(batch: Batch, chunks: Chunks) -> jax.Array:
+    """Returns a number for each of the chunks that are read together, [R], which does not depend on accumulation."""
+    rows, together = random_bits.row_ids(batch), chunks.hidden.shape[1]
+    count = together // len(rows)
+    return (rows[:, None] * count + jnp.arange(count)).reshape(together)
 
 
 def _in_order(one: Any, carry: Any, chunks: Chunks) -> tuple[Any, Any]:

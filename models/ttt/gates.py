@@ -208,13 +208,22 @@ class Reconstruction(Gate):
 
 
 def decide_rows(
-    gate: Gate, state: State, signals: Signals, real: jax.Array, key: jax.Array, *, per_batch: bool = False
+    gate: Gate,
+    state: State,
+    signals: Signals,
+    real: jax.Array,
+    key: jax.Array,
+    *,
+    numbers: jax.Array,
+    per_batch: bool = False,
 ) -> tuple[State, jax.Array]:
     """Returns a gate's next state, and its decisions about a chunk of each row, [B] bool.
 
     Args:
       signals: [B] each.
       real: [B], bool, whether the row's chunk counts; others are SKIP and leave the state as it is.
+      key: of the draws; each row's depends on its entry of `numbers`, too.
+      numbers: [B], int32.
       per_batch: whether all rows get one decision, from the mean signals of the real ones.
     """
     if per_batch:
@@ -228,7 +237,7 @@ def decide_rows(
         after, updates = gate.decide(state, signals, jax.random.fold_in(key, number))
         return _kept(after, state, is_real), is_real & updates
 
-    return jax.lax.scan(one, state, (signals, real, jnp.arange(len(real))))
+    return jax.lax.scan(one, state, (signals, real, numbers))
 
 
 def _kept(after: State, before: State, is_real: jax.Array) -> State:

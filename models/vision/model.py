@@ -244,6 +244,11 @@ class VisionLanguageModel:
         return *at.decoded(batch, visual, chosen, shift=n - s, causal=self.causal), guesses
 
     @property
+    def text_part(self) -> Transformer:
+        """The decoder, which reads text without images."""
+        return self.decoder
+
+    @property
     def image_tokens(self) -> int:
         """Number of vectors per image before a selector drops some."""
         return self.vision.num_patches // self.connector_square**2

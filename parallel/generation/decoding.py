@@ -330,6 +330,9 @@ class Recomputing:
         return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0], cache
 
 
+TEXT_FIELDS = ("inputs", "targets", "weights", "segment_ids", "positions")
+
+
 def text_batch(spec: BatchSpec, ids: jax.Array) -> Mapping[str, jax.Array]:
     """Returns a batch of text with the inputs `ids`, [B, T], one segment per row and weights of 1.
 

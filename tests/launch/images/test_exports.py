@@ -16,7 +16,10 @@ from launch import __main__ as command
 from launch import loaded_model
 from launch.config import loader
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, warm_start
+from launch.runs import prepared_run, progress, warm_start
+from parallel.generation import sampling, text_part
+from parallel.generation.generating import Generator
+from tasks.text import ids
 from tests.models.vision.folders import FIXTURES, PHOTO, copied
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_the_user")
@@ -181,6 +184,33 @@ def test_a_selector_is_not_exported(tmp_path, capsys):
     assert "without the selector: the folder's model reads all patches" in capsys.readouterr().out
     exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
     assert all(np.array_equal(exported[key], original[key]) for key in original)
+
+
+@pytest.mark.parametrize("more", [(), SELECTOR])
+def test_text_without_an_image_is_that_of_the_decoder(more, tmp_path):
+    run, folder = started("llava", tmp_path, *more)
+    asked = {"prompts": ["A: no image"], "max_tokens": 8}
+    [want], [found] = (loaded_model.load(str(place)).continued(**asked) for place in (folder, run))
+    assert found.ids == want.ids
+    np.testing.assert_allclose(found.log_probabilities, want.log_probabilities, atol=1e-4)
+
+
+def test_the_sample_at_the_end_of_a_run_is_text_of_its_decoder(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "SAMPLE_IDS", 20)
+    folder = copied("llava", tmp_path)
+    told = (f"FOLDER = '{folder}'", f"DATA = '{tmp_path}/lines.jsonl'", "LENGTH = 64", "PROMPT = 'A: no image'")
+    experiment = loader.load("gin/finetune_images.gin", bindings=told, slice_name="v5e-1").build()
+    program = experiment.bind(jax.devices()[:1])
+    state = program.init()
+    state = state._replace(params=jax.tree.map(lambda a: a * 8, state.params))  # not almost uniform
+    text, params = text_part.of(program, state.params)
+    assert text.model is experiment.model.decoder
+    vocabulary = experiment.task.vocabulary
+    prompt = vocabulary.encode("A: no image")
+    how = {"max_tokens": progress.SAMPLE_IDS, "sampling": sampling.Sampling(temperature=progress.TEMPERATURE)}
+    how |= {"num_ids": vocabulary.size, "stop_ids": ids.stop_ids(vocabulary)}
+    [want] = Generator(text, params).generate([ids.with_bos(prompt, vocabulary)], **how)
+    assert progress._sample(experiment, program, state) == ids.decode_continuation(vocabulary, prompt, want.ids)
 
 
 @pytest.mark.slow  # test_folders.py has a quick test that such a run reads no images

@@ -160,7 +160,30 @@ def chosen(gate, found):
     values = jnp.asarray(found["step_0"]).reshape(-1)
     signals = gates.Signals(values, values, values, values)
     real = jnp.asarray(found["tokens"]).reshape(-1) > 0
-    return np.asarray(gates.decide_rows(gate, gate.init(), signals, real, jax.random.key(0))[1])
+    numbers = jnp.arange(len(values))
+    return np.asarray(gates.decide_rows(gate, gate.init(), signals, real, jax.random.key(0), numbers=numbers)[1])
+
+
+@pytest.mark.parametrize("carry", ["none", "document"])
+def test_decisions_by_chance_do_not_depend_on_accumulation(carry, params):
+    model = dataclasses.replace(MODEL, gate=gates.Random(0.5), carry=carry)
+    given = {**batch(), "row_ids": np.arange(16)}
+    halves = [jax.tree.map(lambda a, part=part: a[part], given) for part in (slice(0, 8), slice(8, 16))]
+    whole, *parts = (loss(model, params, (), each)[1] for each in (given, *halves))
+    for name in ("update_rate", "reconstruction"):
+        totals = [part.metrics[name].total for part in parts]
+        np.testing.assert_allclose(whole.metrics[name].total, sum(totals), rtol=1e-5)
+        assert totals[0] != totals[1]
+    np.testing.assert_allclose(whole.loss_sum, sum(part.loss_sum for part in parts), rtol=1e-5)
+    assert not model.couples_rows
+
+
+def test_one_decision_from_the_mean_of_all_rows_couples_them():
+    coupled = dataclasses.replace(MODEL, gate=gates.LossThreshold(5.0), per_batch=True)
+    with pytest.raises(UserError, match="the loss of AdaptedDecoder couples them"):
+        bind(coupled, agreement.EXAMPLES["data_parallel"], batch(), accum_steps=2)
+    for gate, per_batch in ((gates.LossThreshold(5.0), False), (gates.UPDATE, True), (gates.Random(), True)):
+        assert not dataclasses.replace(MODEL, gate=gate, per_batch=per_batch).couples_rows
 
 
 @pytest.mark.slow

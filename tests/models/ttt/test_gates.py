@@ -25,7 +25,7 @@ def signals(values):
 @functools.partial(jax.jit, static_argnums=0)
 def decide(gate, state, values, real=None):
     real = jnp.ones(len(values), bool) if real is None else real
-    return gates.decide_rows(gate, state, signals(values), real, jax.random.key(0))
+    return gates.decide_rows(gate, state, signals(values), real, jax.random.key(0), numbers=jnp.arange(len(real)))
 
 
 @pytest.mark.covers("N05")
@@ -62,7 +62,9 @@ def test_budgets_are_held():
     drawn = np.random.default_rng(0).lognormal(size=2000).astype(np.float32)
     for budget, rate in ((1.4, 0.2), (2.6, 0.8)):
         gate = gates.Reconstruction(budget=budget)
-        _, found = jax.jit(lambda v, gate=gate: gates.decide_rows(gate, gate.init(), signals(v), v > 0, _key()))(drawn)
+        _, found = jax.jit(
+            lambda v, gate=gate: gates.decide_rows(gate, gate.init(), signals(v), v > 0, _key(), numbers=_numbers(v))
+        )(drawn)
         assert np.mean(found[16:]) == pytest.approx(rate, abs=0.05)
 
 
@@ -70,9 +72,15 @@ def _key():
     return jax.random.key(3)
 
 
+def _numbers(values):
+    return jnp.arange(len(values))
+
+
 def test_rules_by_threshold_average_and_chance():
     values = jnp.asarray([1.0, 3.0, 2.0, 2.5])
-    rows = functools.partial(gates.decide_rows, signals=signals(values), real=jnp.ones(4, bool), key=_key())
+    rows = functools.partial(
+        gates.decide_rows, signals=signals(values), real=jnp.ones(4, bool), key=_key(), numbers=jnp.arange(4)
+    )
     assert rows(gates.LossThreshold(2.2), ())[1].tolist() == [False, True, False, True]
     average = gates.Average(decay=0.5)  # averages before each chunk: -, 1, 2, 2
     state, found = rows(average, average.init())
@@ -87,7 +95,9 @@ def test_rules_by_threshold_average_and_chance():
 @pytest.mark.parametrize("per_batch", [True, False])
 def test_rows_that_do_not_count_leave_the_state_as_it_is(per_batch):
     average, values = gates.Average(decay=0.5), signals(jnp.asarray([4.0, 8.0]))
-    decide = functools.partial(gates.decide_rows, average, signals=values, key=_key(), per_batch=per_batch)
+    decide = functools.partial(
+        gates.decide_rows, average, signals=values, key=_key(), numbers=jnp.arange(2), per_batch=per_batch
+    )
     state, _ = decide(state=average.init(), real=jnp.array([True, False]))
     assert float(state["average"]) == 4.0
     after, found = decide(state=state, real=jnp.zeros(2, bool))
@@ -97,7 +107,11 @@ def test_rows_that_do_not_count_leave_the_state_as_it_is(per_batch):
 
 def test_chance_has_its_probability_and_depends_on_the_key():
     values = jnp.ones(2000)
-    draw = jax.jit(lambda key: gates.decide_rows(gates.Random(0.3), (), signals(values), values > 0, key)[1])
+    draw = jax.jit(
+        lambda key: gates.decide_rows(
+            gates.Random(0.3), (), signals(values), values > 0, key, numbers=_numbers(values)
+        )[1]
+    )
     first, again, other = (np.asarray(draw(jax.random.key(seed))) for seed in (0, 0, 1))
     assert np.mean(first) == pytest.approx(0.3, abs=0.05)
     assert (first == again).all()
