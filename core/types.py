@@ -250,10 +250,13 @@ class LimitsPositions(Protocol):
 class LimitsCache(Protocol):
     """A model whose KV cache is right up to `max_cached_positions` positions; None: up to any number.
 
-    Enables: an error for a generation after which cached keys would have to change.
+    Enables: generation beyond a length at which cached keys would have to change.
     """
 
     max_cached_positions: int | None
+
+    def for_longer_rows(self) -> Model:
+        """Returns the model whose cache is right for all rows of more positions."""
 
 
 class HasTextPart(Protocol):

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from core.types import Model, Shrinks
+from core.types import LimitsCache, Model, Shrinks
 
 Path = tuple[str, ...]  # attributes that lead from a wrapper to what it wraps
 
@@ -44,8 +44,17 @@ def _depth(model: Any, name: str) -> tuple[int, int]:
 
 def shrunk(model: Shrinks, multiples: Mapping[str, int]) -> Model:
     """Returns `model.shrink(multiples)`, inside the wrappers around the model that defines `shrink`."""
-    path = _path(model, "shrink", lambda value: hasattr(type(value), "shrink"))
-    return _changed(model, path or (), lambda inner: inner.shrink(multiples))
+    return _from_method(model, "shrink", multiples)
+
+
+def for_longer_rows(model: LimitsCache) -> Model:
+    """Returns `model.for_longer_rows()`, inside the wrappers around the model that defines it."""
+    return _from_method(model, "for_longer_rows")
+
+
+def _from_method(model: Any, name: str, *arguments: Any) -> Any:
+    path = _path(model, name, lambda value: hasattr(type(value), name))
+    return _changed(model, path or (), lambda inner: getattr(inner, name)(*arguments))
 
 
 def _path(value: Any, name: str, owns: Callable[[Any], bool]) -> Path | None:

@@ -151,7 +151,9 @@ def seeing(model: LoadedModel, task: Any) -> LoadedModel:
     It reads no images if `task` has no `prompts` for them, or the model has a selector of patches.
     """
     whole: Any = model.model
-    program, params = text_part.of(model.program, model.params)
+    program, params = text_part.program_of(model.program), None
+    if model.params is not None:
+        program, params = text_part.of(model.program, model.params)
     decoder = dataclasses.replace(model, program=program, params=params)
     if not isinstance(task, ImageQuestions) or task.prompts is None or whole.selector is not None:
         return decoder

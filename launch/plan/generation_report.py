@@ -32,7 +32,7 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
     for note in config.notes:
         print(f"note: {note}")
     experiment = config.build()
-    bound, _ = text_part.of(experiment.bind(compiling.devices_of(slices.get(experiment.slice))), None)
+    bound = text_part.program_of(experiment.bind(compiling.devices_of(slices.get(experiment.slice))))
     for ability in (ExtendsCache, HasVocabulary):
         if not can(bound.model, ability):
             raise UserError(f"--generate: {lacking(bound.model, ability)}")

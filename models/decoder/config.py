@@ -377,6 +377,12 @@ class DecoderConfig(Decoder):
         """The original length of LongRoPE, because all keys of a longer row have other factors; None: no such limit."""
         return self.rope_scaling.original_length if isinstance(self.rope_scaling, rotary.LongRope) else None
 
+    def for_longer_rows(self) -> Self:
+        """Returns the decoder with the long factors of LongRoPE for rows of every length."""
+        assert isinstance(self.rope_scaling, rotary.LongRope)
+        scaling = dataclasses.replace(self.rope_scaling, short=self.rope_scaling.long)
+        return dataclasses.replace(self, rope_scaling=scaling)
+
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer by its number, from 0."""
         first, kinds = self.first_kinds, self.repeated_kinds

@@ -325,8 +325,11 @@ class Recomputing:
         cache = jax.lax.dynamic_update_slice_in_dim(cache, ids, start, axis=1)
         places = (jnp.arange(cache.shape[1]) + padding[:, None]) % cache.shape[1]
         model: Any = self._program.model
-        logits = model.logits(params, text_batch(self._program.spec, jnp.take_along_axis(cache, places, axis=1)))
+        batch = text_batch(self._program.spec, jnp.take_along_axis(cache, places, axis=1))
         last = start + ids.shape[1] - 1 - padding
+        # LongRoPE reads the largest position, which is that of the row's last id.
+        batch = {**batch, "positions": jnp.minimum(batch["positions"], last[:, None])}
+        logits = model.logits(params, batch)
         return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0], cache
 
 

@@ -3,6 +3,7 @@
 Under a strategy with a pipeline, every chip runs all layers.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import units
+from core import units, wrappers
 from core.batches import row_length
 from core.errors import UserError
 from core.types import HasVocabulary, LimitsCache, LimitsPositions, Params, can
@@ -58,7 +59,7 @@ class Generator:
     def __init__(self, program: Program, params: Params):
         """Takes parameters laid out as `program.abstract_state.params`."""
         self._program = program
-        self._decoder = LayerwiseDecoder(program) if layerwise.suits(program) else Decoder(program)
+        self._decoder = _decoder(program)
         self.update(params)
         size = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(self._params))
         self._steps = max(1, min(self._decoder.most_tokens, _BYTES_PER_CALL // size))
@@ -89,27 +90,58 @@ class Generator:
           slots: least number of slots of the cache; None: as many as needed.
           vectors: for each prompt, what replaces embedded ids, or None; empty: nothing. The model's `extend` must take
             them.
-          on_tokens: gets the new id of every row, position by position, None where a row has ended; True ends
-            generation soon.
+          on_tokens: gets the new id of every row, position by position, None where a row has ended or does not run;
+            True ends generation soon.
 
         Raises:
           UserError: the model cannot continue a prompt.
         """
         self.check(prompts, max_tokens=max_tokens)
-        static = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
-        state = self._after_prompts(prompts, max_tokens=max_tokens, slots=slots, vectors=vectors)
-        rows = first_row + jnp.arange(state.ended.shape[0])
+        static: dict[str, Any] = {"sampling": sampling, "stop_ids": tuple(stop_ids), "num_ids": num_ids}
         found = [Continuation([], [], False) for _ in prompts]
-        key, waiting = jax.random.key(seed), []
-        for begin in range(0, max_tokens, self._steps):
-            count = min(self._steps, max_tokens - begin)
-            state, drawn = self._decoder.decode(self._params, state, key, rows, jnp.int32(count), **static)
-            waiting.append(drawn)
-            if len(waiting) > _IN_FLIGHT and _collect(waiting.pop(0), found, on_tokens):
+        for part in _parts([len(prompt) for prompt in prompts], max_tokens, limit=_max_cached(self._program)):
+            rows = [row for row in part.rows if not found[row].ended]
+            if not rows:
+                continue
+            asked = [[*prompts[row], *found[row].ids] for row in rows]
+            own = [vectors[row] for row in rows] if vectors else ()
+            decoder = self._longer if part.is_long else self._decoder
+            state = self._after_prompts(decoder, asked, max_tokens=part.tokens, slots=slots, vectors=own)
+            numbers = np.resize(np.asarray(rows, np.int32), state.ended.shape) + first_row
+            draw = functools.partial(decoder.decode, key=jax.random.key(seed), rows=jnp.asarray(numbers), **static)
+            if self._continue(draw, state, part.tokens, found, rows, on_tokens):
                 break
-        for drawn in waiting:
-            _collect(drawn, found, on_tokens)
         return found
+
+    def _continue(
+        self,
+        draw: Callable[..., tuple[State, Drawn]],
+        state: State,
+        count: int,
+        found: list[Continuation],
+        rows: Sequence[int],
+        on_tokens: Callable[[list[int | None]], bool | None],
+    ) -> bool:
+        """Adds `count` tokens to `found[row]` for each of the rows; returns whether `on_tokens` ended it."""
+        is_enough, waiting = False, []
+        for begin in range(0, count, self._steps):
+            state, drawn = draw(self._params, state, count=jnp.int32(min(self._steps, count - begin)))
+            waiting.append(drawn)
+            if len(waiting) > _IN_FLIGHT:
+                is_enough |= _collect(waiting.pop(0), found, rows, on_tokens)
+                if is_enough or all(found[row].ended for row in rows):
+                    break
+        for drawn in waiting:
+            is_enough |= _collect(drawn, found, rows, on_tokens)
+        return is_enough
+
+    @functools.cached_property
+    def _longer(self) -> Decoder | LayerwiseDecoder:
+        """For rows of more positions than `max_cached_positions`."""
+        program, model = self._program, self._program.model
+        assert can(model, LimitsCache)
+        longer = wrappers.for_longer_rows(model)
+        return _decoder(program.partitioner.program(longer, program.optimizer, program.spec, seed=program.seed))
 
     def check(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
         """Checks the prompts as `check_prompts` does."""
@@ -122,6 +154,7 @@ class Generator:
 
     def _after_prompts(
         self,
+        decoder: Decoder | LayerwiseDecoder,
         prompts: Sequence[Sequence[int]],
         *,
         max_tokens: int,
@@ -131,7 +164,7 @@ class Generator:
         rows = self._program.partitioner.row_shards
         rows *= -(-len(prompts) // rows)
         padded = [*prompts, *([prompts[0]] * (rows - len(prompts)))]
-        longest, fixed = max(map(len, prompts)), self._decoder.fixed_length
+        longest, fixed = max(map(len, prompts)), decoder.fixed_length
         chunks = 1 if fixed else -(-longest // CHUNK)
         chunk = longest if fixed else -(-longest // (chunks * _MULTIPLE)) * _MULTIPLE
         ids = np.zeros((rows, chunks * chunk), np.int32)
@@ -140,11 +173,11 @@ class Generator:
         padding = jnp.asarray([ids.shape[1] - len(p) for p in padded], jnp.int32)
         needed = -(-(ids.shape[1] + max_tokens) // CHUNK) * CHUNK
         slots = fixed or max(slots or 0, needed)
-        cache = self._decoder.empty_cache(rows, slots)
+        cache = decoder.empty_cache(rows, slots)
         for start in range(0, ids.shape[1], chunk):
             part = jnp.asarray(ids[:, start : start + chunk])
             inserted = _inserted(vectors, np.asarray(padding), start, chunk)
-            logits, cache = self._decoder.prefill(self._params, cache, part, jnp.int32(start), padding, *inserted)
+            logits, cache = decoder.prefill(self._params, cache, part, jnp.int32(start), padding, *inserted)
         ended = np.arange(rows) >= len(prompts)
         return State(cache, logits, *_laid_out(logits.sharding, np.int32(ids.shape[1]), np.asarray(padding), ended))
 
@@ -179,13 +212,12 @@ def max_positions(program: Program) -> int | None:
     """Returns the most positions of a prompt and its continuation; None: no limit."""
     if not decoding.extends_cache(program.model):
         return row_length(program.spec)
-    limit = program.model.max_positions if can(program.model, LimitsPositions) else None
-    found = [most for most in (limit, _max_cached(program)) if most is not None]
-    return min(found, default=None)
+    return program.model.max_positions if can(program.model, LimitsPositions) else None
 
 
 def _max_cached(program: Program) -> int | None:
-    return program.model.max_cached_positions if can(program.model, LimitsCache) else None
+    model = program.model
+    return model.max_cached_positions if decoding.extends_cache(model) and can(model, LimitsCache) else None
 
 
 def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
@@ -205,26 +237,56 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
         if wrong := [i for i in prompt if i < 0 or (size is not None and i >= size)]:
             raise UserError(f"{where} has the id {wrong[0]}, and the model's are 0 to {size - 1 if size else '…'}")
         if most is not None and len(prompt) + max_tokens > most:
-            why = (
-                " in a KV cache, because longer rows have other rotary factors" if most == _max_cached(program) else ""
-            )
             raise UserError(
                 f"{where}, of {units.counted(len(prompt), 'id')}, and {max_tokens} new ones need "
-                f"{len(prompt) + max_tokens} positions, and the model has {most}{why}: shorten the prompt, or generate "
+                f"{len(prompt) + max_tokens} positions, and the model has {most}: shorten the prompt, or generate "
                 f"at most {max(most - len(prompt), 0)}"
             )
 
 
-def _collect(drawn: Drawn, found: list[Continuation], on_tokens: Callable[[list[int | None]], bool | None]) -> bool:
+def _collect(
+    drawn: Drawn,
+    found: list[Continuation],
+    rows: Sequence[int],
+    on_tokens: Callable[[list[int | None]], bool | None],
+) -> bool:
     is_enough = False
     for ids, log_p, fate in zip(*map(np.asarray, jax.device_get(drawn)), strict=True):
-        if all(fate[: len(found)] == NONE):
+        if all(fate[: len(rows)] == NONE):
             break
-        for row, so_far in enumerate(found):
-            if fate[row] == NEW:
-                so_far.ids.append(int(ids[row]))
-                so_far.log_probabilities.append(float(log_p[row]))
-            elif fate[row] == STOP:
-                found[row] = so_far._replace(ended=True)
-        is_enough |= bool(on_tokens([int(ids[row]) if fate[row] == NEW else None for row in range(len(found))]))
-    return is_enough or all(so_far.ended for so_far in found)
+        new: list[int | None] = [None] * len(found)
+        for place, row in enumerate(rows):
+            if fate[place] == NEW:
+                new[row] = int(ids[place])
+                found[row].ids.append(int(ids[place]))
+                found[row].log_probabilities.append(float(log_p[place]))
+            elif fate[place] == STOP:
+                found[row] = found[row]._replace(ended=True)
+        is_enough |= bool(on_tokens(new))
+    return is_enough
+
+
+class _Part(NamedTuple):
+    """Rows that are continued together; long ones have more positions than the cache's limit."""
+
+    rows: Sequence[int]
+    tokens: int
+    is_long: bool
+
+
+def _parts(lengths: Sequence[int], max_tokens: int, *, limit: int | None) -> list[_Part]:
+    """Divides rows so that no cached key has to change; a row that crosses the limit is run again from its start."""
+    if limit is None:
+        return [_Part(range(len(lengths)), max_tokens, is_long=False)]
+    long = [row for row, length in enumerate(lengths) if length > limit]
+    # The key of the last token is not read, so it may be one beyond the limit.
+    short = [row for row, length in enumerate(lengths) if length + max_tokens <= limit + 1]
+    found = [_Part(short, max_tokens, is_long=False), _Part(long, max_tokens, is_long=True)]
+    for row in sorted({*range(len(lengths))} - {*short, *long}):
+        before = limit + 1 - lengths[row]
+        found += [_Part([row], before, is_long=False), _Part([row], max_tokens - before, is_long=True)]
+    return [part for part in found if part.rows]
+
+
+def _decoder(program: Program) -> Decoder | LayerwiseDecoder:
+    return LayerwiseDecoder(program) if layerwise.suits(program) else Decoder(program)

@@ -5,13 +5,18 @@ from parallel.generation.decoding import TEXT_FIELDS
 from parallel.partitioner import Program
 
 
-def of(program: Program, params: Params | None) -> tuple[Program, Params | None]:
-    """Returns the program and the parameters of the model's `text_part`; those given if the whole model reads text."""
+def program_of(program: Program) -> Program:
+    """Returns the program of the model's `text_part`; `program` itself if the whole model reads text."""
     if not can(program.model, HasTextPart):
-        return program, params
+        return program
     spec = {name: field for name, field in program.spec.items() if name in TEXT_FIELDS}
-    text = program.partitioner.program(program.model.text_part, program.optimizer, spec, seed=program.seed)
-    if params is None:
-        return text, None
+    return program.partitioner.program(program.model.text_part, program.optimizer, spec, seed=program.seed)
+
+
+def of(program: Program, params: Params) -> tuple[Program, Params]:
+    """Returns the program and the parameters of the model's `text_part`, or those given, as `program_of` does."""
+    text = program_of(program)
+    if text is program:
+        return program, params
     shapes = text.abstract_state.params
     return text, {module: {name: params[module][name] for name in leaves} for module, leaves in shapes.items()}

@@ -45,6 +45,6 @@ def test_a_model_of_text_is_its_own_text_part():
 
 
 def test_a_report_before_parameters_are_read_needs_none():
-    text, params = text_part.of(program_of(subjects.model(), strategies.fsdp()), None)
-    assert (text.model, params) == (subjects.DECODER, None)
+    text = text_part.program_of(program_of(subjects.model(), strategies.fsdp()))
+    assert text.model == subjects.DECODER
     assert set(text.spec) == {"inputs", "targets", "weights", "segment_ids", "positions"}
