@@ -9,6 +9,7 @@ B: rows of the global batch. R: rows of one stream in it.
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -82,6 +83,7 @@ class StreamBatches(Batches):
       num_streams: number of streams of the whole input.
       open_stream: opens one stream at its start.
       identity: JSON values on which the data depends; a position saved with others is not restored.
+      former: values of `identity` that earlier versions saved for the same data.
 
     Raises:
       UserError: the streams do not divide the batch, or the layout is invalid.
@@ -95,11 +97,13 @@ class StreamBatches(Batches):
         num_streams: int,
         open_stream: OpenStream,
         identity: Mapping[str, Any],
+        former: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> None:
         rows = rows_per_stream(layout.batch_size, num_streams=num_streams)
         _check_layout(layout)
         self._layout, self._spec = layout, spec
         self._identity = {**identity, "length": row_length(spec), "num_streams": num_streams, "rows_per_stream": rows}
+        self._former = former
         self._takes = _takes(layout.rows, rows)
         self._streams = {index: open_stream(index, rows) for index in self._takes}
         owned = set(layout.owned_rows)
@@ -138,7 +142,7 @@ class StreamBatches(Batches):
                 "--run-dir"
             )
         for index, stream in self._streams.items():
-            stream.restore(_unseal(state[stream_name(index)], self._identity))
+            stream.restore(_unseal(state[stream_name(index)], self._identity, self._former))
 
 
 class PassBatches(Batches):
@@ -243,7 +247,7 @@ def _differs(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return difference(name, now=now[key], was=saved.get(key))
 
 
-def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
+def _unseal(sealed: bytes, identity: Mapping[str, Any], former: Mapping[str, Any]) -> bytes:
     header, newline, position = sealed.partition(b"\n")
     try:
         saved = foreign_json.load_object(header if newline else b"")
@@ -252,7 +256,11 @@ def _unseal(sealed: bytes, identity: Mapping[str, Any]) -> bytes:
     wrong = [
         _differs(key, saved, identity)
         for key, value in identity.items()
-        if not (is_same_data(str(saved.get(key)), value) if key == "source" else saved.get(key) == value)
+        if not (
+            is_same_data(str(saved.get(key)), value)
+            if key == "source"
+            else saved.get(key) in (value, former.get(key, value))
+        )
     ]
     if wrong:
         raise UserError(

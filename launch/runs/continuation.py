@@ -134,7 +134,7 @@ def data_problems(step: int, then: Mapping[str, Any], now: Mapping[str, Any], *,
     found = [_told(name, before[name], after[name]) for name in before if name in after and before[name] != after[name]]
     if not is_same_data(then["data"], now["data"]):
         found.append(
-            f"it was trained on other data (files are compared by name, size and content)\n"
+            "it was trained on other data, or on another part of it (files are compared by name, size and content)\n"
             f"    then: {then.get('data_source', 'not recorded')}\n    now:  {now['data_source']}"
         )
     return found

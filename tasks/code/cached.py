@@ -23,6 +23,7 @@ _BEGUN = "begun.json"  # written first: what every split in the folder was compu
 _ABOUT = "about.json"  # written last: the folder is complete
 _FIELDS = ("inputs", "targets", "weights", "segment_ids", "positions", chunks.DOCUMENTS)
 HIDDEN = "hidden"
+_FORMAT = 2  # 1, without this number: fingerprints depend on the paths of the base and of the files
 
 
 class _ReadsChunks(Protocol):
@@ -110,7 +111,10 @@ class CachedHidden(chunks.ChunkTask):
         return f"cached_hidden: {rows} rows of {about['source']}; hidden states of {about['model']['base']}"
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
+        about = dict(self._about)
+        if about.get("format") == _FORMAT:  # wherever the base and the files were
+            about |= {"source": "", "model": _without_place(about["model"])}
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
     def _about(self) -> dict[str, Any]:
@@ -149,8 +153,8 @@ def write(
       hidden: computes the hidden states [rows, T, D] of a batch, which are stored in float16.
       limits: maximum number of rows, by split.
       rows: rows per batch.
-      model: what determines the hidden states, as JSON values: `base` describes the model, `checksum` is that of its
-        parameters, and `chunk` is the number of positions per chunk.
+      model: what determines the hidden states, as JSON values: `checksum` is that of the base's parameters, and `chunk`
+        is the number of positions per chunk; and `base`, which says where the base is, for messages alone.
 
     Yields:
       After every batch: the split, its rows done, and its rows in total.
@@ -172,7 +176,7 @@ def write(
                 yield split, done, total
             partial.rename(place)
         counts[split], _, width = np.load(place / f"{HIDDEN}.npy", mmap_mode="r").shape
-    about = {**begun, "width": width, "rows": counts, "source": task.describe()}
+    about = {**begun, "format": _FORMAT, "width": width, "rows": counts, "source": task.describe()}
     paths.write_text_atomically(paths.resolve(str(home)) / _ABOUT, json.dumps(about, indent=1) + "\n")
 
 
@@ -203,6 +207,10 @@ def _write_rows(
         array.flush()
 
 
+def _without_place(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in model.items() if key != "base"}
+
+
 def _begin(folder: Path, begun: Mapping[str, Any]) -> None:
     file = paths.resolve(str(folder)) / _BEGUN
     if not file.exists():
@@ -212,6 +220,8 @@ def _begin(folder: Path, begun: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(begun))
     if is_same_data(saved.get("fingerprint", ""), now["fingerprint"]):
         now["fingerprint"] = saved["fingerprint"]
+    if _without_place(saved.get("model", {})) == _without_place(now["model"]):
+        now["model"] = saved["model"]
     if differing := [name for name, value in now.items() if saved.get(name) != value]:
         raise UserError(
             f"{folder} was begun with different {', '.join(differing)}: {[saved.get(name) for name in differing]}, now "

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from core import units
-from core.errors import UserError
+from core.errors import Problem, UserError
 from core.files import paths
 from tasks.streams import Stream
 from tasks.text import content_hash, documents, packing, text_formats
@@ -128,6 +128,9 @@ class ChatFiles(Corpus):
             least = {"train": self.num_streams, "validation": 1}  # the validation split is read as one stream
             found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < least[split]]
         return found
+
+    def overlaps(self, *, remote: bool) -> list[Problem]:
+        return documents.overlaps(self.train, self.validation, where="text.chats.validation", remote=remote)
 
     def first_conversation(self) -> Chat | None:
         """Returns a training line with messages; None if none is found, or a file is remote."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from core import units
 from core.batches import BatchSpec, fingerprint_of
-from core.errors import UserError, check_integer, check_text
+from core.errors import Problem, UserError, check_integer, check_text
 from core.types import Batches, CountsTokens, DataLayout, DefinesMetrics, OwnMetrics, can, missing
 from tasks import streams
 from tasks.text import vocabularies
 from tasks.text.document_streams import DocumentSource
-from tasks.text.documents import Corpus, FillsCache, HashesContent, StreamSpec, TriesExamples
+from tasks.text.documents import Corpus, FillsCache, HashesContent, HoldsOut, StreamSpec, TriesExamples
 from tasks.text.ids import ChatVocabulary, Encodes, FormatsChats, IsDefinedByTask, ReadsFile, Vocabulary
 from tasks.text.text_files import TextFiles, python_library
 
@@ -52,7 +52,11 @@ class TextTask:
         return streams.batch_spec(batch_size, length=self.length)
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Makes the data and the vocabulary usable; called on host 0 first, then on all others."""
+        """Makes the data and the vocabulary usable; called on host 0 first, then on all others.
+
+        Raises UserError if training data are for validation, too.
+        """
+        self.require_apart()
         if can(self.corpus, FillsCache):
             self.corpus.fill()
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self.corpus.sample_texts)
@@ -68,7 +72,16 @@ class TextTask:
 
     def problems(self) -> list[str]:
         """Returns the problems that can be found before a run."""
-        return [*self.corpus.problems(), *self.vocabulary.problems()]
+        found = self.corpus.problems() or self._overlaps(remote=False)
+        return [*found, *self.vocabulary.problems()]
+
+    def require_apart(self) -> None:
+        """Raises UserError if training data are for validation, too; buckets are listed."""
+        if found := self._overlaps(remote=True):
+            raise UserError("\n".join(found))
+
+    def _overlaps(self, *, remote: bool) -> list[Problem]:
+        return self.corpus.overlaps(remote=remote) if can(self.corpus, HoldsOut) else []
 
     def example_problems(self) -> list[str]:
         """Tries examples of sources that run the user's code; returns the problems."""

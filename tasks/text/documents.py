@@ -9,7 +9,7 @@ import pathlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
@@ -65,12 +65,58 @@ def validation_names(names: Iterable[str]) -> set[str]:
 def list_files(patterns: tuple[str, ...]) -> tuple[File, ...]:
     """Returns the files that match any pattern, sorted by path."""
     found = {path: about for pattern in patterns for path, about in paths.listed(pattern).items()}
-    if not found:
-        return ()
-    folders = [path.split("/")[:-1] for path in found]  # gs://bucket/a has an empty part, which `commonpath` drops
+    names = names_below(found)
+    return tuple(File(names[path], path, *about) for path, about in sorted(found.items()))
+
+
+def names_below(files: Collection[str]) -> dict[str, str]:
+    """Returns the part of each path below the common folder of all, the same on every machine."""
+    if not files:
+        return {}
+    folders = [path.split("/")[:-1] for path in files]  # gs://bucket/a has an empty part, which `commonpath` drops
     common = itertools.takewhile(lambda parts: parts[0] == parts[1], zip(min(folders), max(folders), strict=False))
     first = len("/".join(part for part, _ in common))
-    return tuple(File(path[first:].lstrip("/"), path, *about) for path, about in sorted(found.items()))
+    return {path: path[first:].lstrip("/") for path in files}
+
+
+def overlaps(train: Sequence[str], validation: Sequence[str], *, where: str, remote: bool) -> list[Problem]:
+    """Returns the problems of files that are for training and for validation, however their paths are written.
+
+    Args:
+      train, validation: patterns, as the user wrote them.
+      where: the setting of the patterns for validation.
+      remote: whether objects in buckets are compared, too; otherwise no bucket is listed.
+    """
+
+    def listed(pattern: str) -> dict[str, str]:
+        names = paths.listed(pattern) if remote or not paths.is_remote(pattern) else ()
+        return {name if paths.is_remote(name) else os.path.realpath(name): name for name in names}
+
+    trained = {file for pattern in train for file in listed(pattern)} if validation else set()
+    found = []
+    for pattern in validation:
+        if both := [name for file, name in listed(pattern).items() if file in trained]:
+            names = ", ".join(units.shortened(sorted(both), most=_MOST_PROBLEMS))
+            said = f"{pattern!r} matches {units.counted(len(both), 'file')} of the training data ({names})"
+            fix = (
+                "move them where no pattern for training finds them, or name no files for validation, so that a part "
+                "of the training data is held out"
+            )
+            found.append(Problem(said, setting=where, file=pattern, expected="files for validation alone", fix=fix))
+    return found
+
+
+def split_overlaps(train: str, validation: str, *, where: str) -> list[Problem]:
+    """Returns the problem of splits of a dataset that share examples, such as `train` and `train[:5%]`.
+
+    `where` is the setting of the split for validation. Two different slices of a split are not compared.
+    """
+    trained, held_out = ([one.strip().partition("[")[::2] for one in split.split("+")] for split in (train, validation))
+    if not any(a == b and (x == y or "" in (x, y)) for a, x in trained for b, y in held_out):
+        return []
+    fix = "name other splits or slices, or hold out a part by hash with launch/run tokenize, without --validation"
+    said = f"{validation!r} has examples of the training split {train!r}"
+    return [Problem(said, setting=where, expected="a split for validation alone", fix=fix)]
 
 
 def split_files(files: tuple[File, ...]) -> tuple[tuple[File, ...], tuple[File, ...]]:
@@ -176,6 +222,13 @@ class Corpus(Protocol):
 
     def fingerprint(self) -> str:
         """Returns a hash, equal on all hosts that read the same documents in the same order."""
+
+
+class HoldsOut(Protocol):
+    """A `Corpus` for which the user names both training and validation data."""
+
+    def overlaps(self, *, remote: bool) -> list[Problem]:
+        """Returns the problems of data that are in both splits; `remote`: whether to list buckets, too."""
 
 
 class HashesContent(Protocol):

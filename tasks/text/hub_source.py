@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core import extras
-from core.errors import UserError
+from core.errors import Problem, UserError
 from tasks.text import documents
 from tasks.text.document_streams import DocumentSource, Parts
 
@@ -54,6 +54,10 @@ class HuggingFace(DocumentSource):
     def problems(self) -> list[str]:
         found = extras.missing("datasets", extra="huggingface", what="text.huggingface")
         return [found] if found else []
+
+    def overlaps(self, *, remote: bool) -> list[Problem]:
+        del remote
+        return documents.split_overlaps(self.split, self.validation_split, where="text.huggingface.validation_split")
 
     def describe(self) -> str:
         how = "streamed" if self.streaming else "downloaded"

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from core.errors import Problem
 from core.types import can
 from tasks.streams import Stream, read_position
-from tasks.text import packing
+from tasks.text import documents, packing
 from tasks.text.document_streams import Chunks, DocumentSource
-from tasks.text.documents import Corpus, FillsCache, HashesContent, StreamSpec, TriesExamples
+from tasks.text.documents import Corpus, FillsCache, HashesContent, HoldsOut, StreamSpec, TriesExamples
 from tasks.text.ids import Vocabulary
+from tasks.text.text_files import TextFiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,14 @@ class Mixture(Corpus):
             each = ", ".join(vocabulary.describe() for vocabulary in self.vocabularies)
             return [f"text.mixture: its tasks have different vocabularies ({each}); use the same one for all"]
         return found
+
+    def overlaps(self, *, remote: bool) -> list[Problem]:
+        found = [one for source in self.sources if can(source, HoldsOut) for one in source.overlaps(remote=remote)]
+        files = [source for source in self.sources if isinstance(source, TextFiles)]
+        train, validation = (
+            [pattern for source in files for pattern in getattr(source, split)] for split in ("train", "validation")
+        )
+        return found or documents.overlaps(train, validation, where="text.mixture", remote=remote)
 
     def example_problems(self, length: int) -> list[str]:
         tried = (source.example_problems(length) for source in self.sources if can(source, TriesExamples))

@@ -52,6 +52,7 @@ def add(name: str, task: TextTask, **options: Any) -> Any:
         )
 
     def dataset(split: str, shuffle_files: bool, seed: int | None = None) -> Any:
+        task.require_apart()
         signature = {feature: tf.TensorSpec([None], tf.int32) for feature in features}
         return tf.data.Dataset.from_generator(functools.partial(examples, task, split), output_signature=signature)
 

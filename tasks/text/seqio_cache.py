@@ -28,7 +28,7 @@ from core.errors import Problem, UserError
 from core.files import foreign_json, paths
 from core.training import run_lock
 from core.types import OwnMetrics
-from tasks.text import document_streams, seqio_metrics, seqio_pipeline
+from tasks.text import document_streams, documents, seqio_metrics, seqio_pipeline
 from tasks.text.document_streams import Chunks, DocumentSource, DocumentStream
 from tasks.text.documents import StreamSpec
 from tasks.text.ids import Vocabulary
@@ -254,7 +254,10 @@ class SeqioCache(DocumentSource):
             if "first" not in saved["tasks"][name]:
                 return "it has no record of its first examples"
             for key, value in about.items():
-                if key != "metrics" and saved["tasks"][name].get(key) != value:
+                was = saved["tasks"][name].get(key)
+                if key == "files":  # in whatever folder
+                    value, was = (sorted(documents.names_below(each).values()) for each in (value, was or ()))
+                if key != "metrics" and was != value:
                     return f"{name} has {said.get(key, f'other {key}')}"
         return ""
 

@@ -160,6 +160,9 @@ class TextFiles(FileSource):
             )
         return found
 
+    def overlaps(self, *, remote: bool) -> list[Problem]:
+        return documents.overlaps(self.train, self.validation, where="text.files.validation", remote=remote)
+
     def pattern_problems(self) -> list[str]:
         found: list[str] = []
         for name, patterns in (("train", self.train), ("validation", self.validation)):

@@ -53,6 +53,10 @@ class Tfds(DocumentSource):
             found.append(Problem(f"no folder {self.data_dir!r}", setting="text.tfds.data_dir", file=self.data_dir))
         return [*found, *_name_problems(self.name, setting="text.tfds.name")]
 
+    def overlaps(self, *, remote: bool) -> list[Problem]:
+        del remote
+        return documents.split_overlaps(self.split, self.validation_split, where="text.tfds.validation_split")
+
     def describe(self) -> str:
         return f"text.tfds: {self.name} ({self.split}; validation {self.validation_split})"
 

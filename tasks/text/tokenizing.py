@@ -145,8 +145,8 @@ def _begun_with(
 ) -> list[dict[str, Any]]:
     if "sources" in state:
         _require_same(out, state, begun, files)
-        versions = {entry["path"]: entry["version"] for entry in files}
-        return [entry | {"version": versions[entry["path"]]} for entry in state["sources"]]
+        known, found = _matched(state["sources"], files)
+        return [{**entry, "sha256": known[key]["sha256"]} for key, entry in found.items()]
     say(f"hashing {units.counted(len(files), 'file')}")
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         return [{**entry, "sha256": digest} for entry, digest in zip(files, pool.map(_digest, files), strict=True)]
@@ -255,21 +255,38 @@ def require_same_filters(out: str, saved: Mapping[str, Any], begun: Mapping[str,
 
 
 def _require_unchanged(out: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UserError if the sources differ. A local file written again with the same content is no difference."""
-    found, known = ({entry["path"]: entry for entry in entries} for entries in (now, before))
+    """Raises UserError if the sources differ.
+
+    A local file written again with the same content is no difference, nor is another folder of all files.
+    """
+    known, found = _matched(before, now)
     changed = [f"{path} was added" for path in found.keys() - known.keys()]
-    for path, entry in known.items():
-        if path not in found:
-            changed.append(f"{path} is gone")
-        elif found[path]["bytes"] != entry["bytes"]:
-            changed.append(f"{path} has {found[path]['bytes']:,} bytes, before {entry['bytes']:,}")
-        elif _differs(entry, found[path]["version"]):
+    for key, entry in known.items():
+        if key not in found:
+            changed.append(f"{key} is gone")
+            continue
+        path, size, version = (found[key][name] for name in ("path", "bytes", "version"))
+        if size != entry["bytes"]:
+            changed.append(f"{path} has {size:,} bytes, before {entry['bytes']:,}")
+        elif _differs({**entry, "path": path}, version):
             changed.append(f"{path} has other content")
     if changed:
         raise UserError(
             f"the sources of {out} changed since it was begun: {'; '.join(sorted(changed)[:3])}"
             f"{f' and {len(changed) - 3} more' if len(changed) > 3 else ''}. Restore them, or give another --out"
         )
+
+
+def _matched(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Mapping[str, Any]]]:
+    """Returns both lists of sources by path or, if only the folder of all files is another, by path below it."""
+    by_path = [{entry["path"]: entry for entry in entries} for entries in (before, now)]
+    if by_path[0].keys() == by_path[1].keys() or any(entry["version"] is None for entry in (*before, *now)):
+        return by_path
+    names = [documents.names_below(found) for found in by_path]
+    by_name = [{name[path]: entry for path, entry in found.items()} for name, found in zip(names, by_path, strict=True)]
+    return by_name if by_name[0].keys() == by_name[1].keys() else by_path
 
 
 def _differs(entry: Mapping[str, Any], version: str) -> bool:

@@ -10,7 +10,13 @@ from tasks.text.ids import Vocabulary
 from tasks.text.text_files import TextFiles
 from tasks.text.tfds_source import Tfds
 
-_FLAGS = {"text.files.train": "--data", "text.files.validation": "--validation", "VOCABULARY": "--vocabulary"}
+_FLAGS = {
+    "text.files.train": "--data",
+    "text.files.validation": "--validation",
+    "text.tfds.validation_split": "--validation",
+    "text.huggingface.validation_split": "--validation",
+    "VOCABULARY": "--vocabulary",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +60,10 @@ class Job:
 
     def problems(self, source: TextFiles | Tfds | HuggingFace) -> Sequence[str]:
         """Returns the problems of the source."""
-        if not isinstance(source, TextFiles):
-            return source.problems()
-        given = dataclasses.replace(source, validation=self.validation)
-        found = given.pattern_problems() if self.skip_bad else given.problems()
+        given = dataclasses.replace(source, validation=self.validation) if isinstance(source, TextFiles) else source
+        found = given.pattern_problems() if isinstance(given, TextFiles) and self.skip_bad else given.problems()
+        if self.validation:
+            found = found or list[str](given.overlaps(remote=True))
         return [_with_flag(one) for one in found]
 
     def vocabulary_problems(self, vocabulary: Vocabulary) -> list[str]:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import posixpath
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -24,7 +25,7 @@ import numpy as np
 from core import units
 from core.batches import BatchSpec, Field, fingerprint_of
 from core.checkpoints.image_processor import ImageInput
-from core.errors import UserError, check_integer, check_text
+from core.errors import Problem, UserError, check_integer, check_text
 from core.files import paths
 from core.types import Batches, DataLayout
 from tasks import streams
@@ -39,6 +40,7 @@ from tasks.vision.question_lines import Question, read_question, read_questions
 
 BROKEN = ("refuse", "skip")
 _CACHE_BYTES = 2**28  # size of the cache of decoded images
+_HELD_OUT = "by name"  # how images are held out; earlier versions chose them by absolute paths, which fingerprints lack
 NO_KIND = -1
 
 
@@ -95,7 +97,9 @@ class ImageQuestions:
         )
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
-        """Prepares the vocabulary."""
+        """Prepares the vocabulary. Raises UserError if a file is for training and for validation."""
+        if found := self._overlaps(remote=True):
+            raise UserError("\n".join(found))
         self.vocabulary.prepare(run_dir, is_host_zero=is_host_zero, sample=self._texts)
 
     def train(self, layout: DataLayout, *, seed: int) -> Batches:
@@ -127,8 +131,12 @@ class ImageQuestions:
             files = () if wrong else list_files(tuple(local))
             read = functools.partial(documents.first_lines, functools.partial(read_question, kinds=self.kinds))
             found += wrong + documents.first_problems(files, first=read, where=f"vision.questions.{name}")
-        all_found = [*found, *self.vocabulary.problems()]
+        all_found = [*(found or self._overlaps(remote=False)), *self.vocabulary.problems()]
         return all_found or self._refusal()
+
+    def _overlaps(self, *, remote: bool) -> list[Problem]:
+        files = (self.train_files, self.validation_files)
+        return documents.overlaps(*files, where="vision.questions.validation", remote=remote)
 
     def _refusal(self) -> list[str]:
         """Returns why the first question of a local file does not become a row by `prompts`."""
@@ -156,20 +164,23 @@ class ImageQuestions:
 
     def describe(self) -> str:
         """Returns one line for the run summary."""
-        validation = ", ".join(self.validation_files) or f"{VALIDATION_PERCENT} % of its images"
+        validation = (
+            ", ".join(self.validation_files) or f"{VALIDATION_PERCENT} % of its images, by their paths below its folder"
+        )
         return (
             f"vision.questions: train {', '.join(self.train_files) or '(DATA is not set)'}; validation {validation}; "
             f"images of {self.image_size} x {self.image_size} in {self.image_tokens} of {self.length} positions"
         )
 
     def fingerprint(self) -> str:
-        """Returns a hash of the files of questions (not of images)."""
+        """Returns a hash of the files of questions (not of images), and of how images are held out."""
         return self._fingerprint
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        listing = hashlib.sha256(repr([(f.name, f.size_bytes) for f in self._files]).encode()).hexdigest()[:16]
-        return fingerprint_of(listing, content_hash.of_files(self._files))
+        files = [(file.name, file.size_bytes) for file in self._files]
+        read = repr(files if self.validation_files else (files, _HELD_OUT))
+        return fingerprint_of(hashlib.sha256(read.encode()).hexdigest()[:16], content_hash.of_files(self._files))
 
     def rehearsal(self) -> Any:
         """Returns a task of random images and questions with the same shapes, without kinds."""
@@ -201,9 +212,11 @@ class ImageQuestions:
             for patterns in (self.train_files, self.validation_files)
         )
         if not self.validation_files:  # all questions about an image are in one split
-            chosen = validation_names({question.image for question in train})
-            validation = tuple(question for question in train if question.image in chosen)
-            train = tuple(question for question in train if question.image not in chosen)
+            chosen = validation_names({question.name for question in train})
+            places = [posixpath.normpath(question.image) for question in train]
+            held_out = {place for place, one in zip(places, train, strict=True) if one.name in chosen}
+            validation = tuple(one for place, one in zip(places, train, strict=True) if place in held_out)
+            train = tuple(one for place, one in zip(places, train, strict=True) if place not in held_out)
         return {"train": train, "validation": validation}
 
     def _texts(self) -> Iterator[str]:
@@ -211,8 +224,12 @@ class ImageQuestions:
             yield f"{question.question} {question.answer}"
 
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
-        kinds = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
-        rows = repr(kinds if self.prompts is None else (*kinds, self.prompts))
+        settings = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
+        rows, former = repr(settings), {}
+        if self.prompts is not None:
+            anywhere = dataclasses.replace(self.prompts.input, folder="")
+            rows = repr((*settings, dataclasses.replace(self.prompts, input=anywhere)))
+            former = {"rows": repr((*settings, self.prompts))}  # of a model that was not moved since
         identity = {"source": self.fingerprint(), "split": split, "seed": seed, "vocabulary": self.vocabulary.hash}
         no_end = None if self.ends else True  # None, as in positions that were saved before this setting existed
         return streams.StreamBatches(
@@ -221,6 +238,7 @@ class ImageQuestions:
             num_streams=self.num_streams,
             open_stream=lambda index, rows: _Stream(self, split, seed, index, rows),
             identity={**identity, "rows": rows, "evaluated": self.evaluated, "without_end": no_end},
+            former=former,
         )
 
     def row(self, question: Question, rng: np.random.Generator | None = None) -> dict[str, np.ndarray]:

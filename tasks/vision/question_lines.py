@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class Question(NamedTuple):
       weight: how often it is drawn in training, relative to others.
       grid: cells along a side of the image; 0 if the line does not say where its question points.
       cells: numbers of the cells that the question is about.
+      name: the image's path as its line has it, seen from the folder of all files; the same on every machine.
     """
 
     where: str
@@ -32,14 +34,16 @@ class Question(NamedTuple):
     weight: float = 1.0
     grid: int = 0
     cells: tuple[int, ...] = ()
+    name: str = ""
 
 
-def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] = ()) -> Question | None:
+def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] = (), name: str = "") -> Question | None:
     """Returns the question of one line; None if it holds only white space.
 
     Args:
       path, number: the file and the line number; relative image paths start at the file's folder.
       kinds: the kinds that a question may have; (): kinds are not read.
+      name: the file's name (`File.name`), with which `Question.name` begins.
 
     Raises:
       UserError: the line is no JSON object, or a value is missing or wrong.
@@ -59,11 +63,12 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise UserError(f"{where}: weight is {weight!r}, expected a number of at least 0")
     grid, cells = _read_cells(record, where)
-    image = record["image"]
+    image = named = record["image"]
     if not image.startswith("/") and not paths.is_remote(image):
+        named = posixpath.normpath(posixpath.join(posixpath.dirname(name), image))
         image = str(paths.resolve(path).parent / image)
     text = (record["question"], record["answer"], kind if kinds else "")
-    return Question(where, image, *text, float(weight), grid, cells)
+    return Question(where, image, *text, float(weight), grid, cells, named)
 
 
 def _read_cells(record: Mapping[str, Any], where: str) -> tuple[int, tuple[int, ...]]:
@@ -87,7 +92,7 @@ def read_questions(files: Sequence[File], *, kinds: Sequence[str]) -> Iterator[Q
     for file in files:
         with text_formats.opened(file.path) as stream:
             for number, line in enumerate(_lines(stream, file.path), 1):
-                if found := read_question(file.path, number, line, kinds=kinds):
+                if found := read_question(file.path, number, line, kinds=kinds, name=file.name):
                     yield found
 
 

@@ -35,15 +35,23 @@ def folder(tmp_path):
     (base / "tokenizer_config.json").write_text(json.dumps(described))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 9], "pad_token_id": 0}))
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": MESSAGES}) + "\n") * 40)
-    (tmp_path / "a.txt").write_text("Hello there .")
+    for place in (tmp_path, tmp_path / "held_out"):
+        place.mkdir(exist_ok=True)
+        (place / "chats.jsonl").write_text((json.dumps({"messages": MESSAGES}) + "\n") * 40)
+        (place / "a.txt").write_text("Hello there .")
     yield base
     published_files.use_copies(None)
 
 
 def bindings(folder, data):
-    named = {"FOLDER": str(folder), "DATA": str(data), "VALIDATION_DATA": str(data), "LENGTH": 16, "BATCH_SIZE": 4}
-    named |= {"LEARNING_RATE": 3e-3, "EVAL_INTERVAL": 150, "PROMPT": "user Hi <|end|> assistant"}
+    named = {"FOLDER": str(folder), "DATA": str(data), "VALIDATION_DATA": f"{data.parent}/held_out/{data.name}"}
+    named |= {
+        "LENGTH": 16,
+        "BATCH_SIZE": 4,
+        "LEARNING_RATE": 3e-3,
+        "EVAL_INTERVAL": 150,
+        "PROMPT": "user Hi <|end|> assistant",
+    }
     return [f"{name} = {value!r}" for name, value in named.items()]
 
 

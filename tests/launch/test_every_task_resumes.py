@@ -27,7 +27,7 @@ MAZES = ("puzzles.maze.size = 7", "puzzles.maze.num_train = 20", "puzzles.maze.n
 MAZES += ("TASK = @puzzles.maze()",)
 STORED = ("DATA = '{data}'", "puzzles.dataset.directory = %DATA", "TASK = @puzzles.dataset()", "LENGTH = 16")
 STORED += ("puzzles.dataset.length = %LENGTH", "puzzles.dataset.vocab_size = %VOCAB_SIZE")
-LINES = ("TASK = @text.files()", "DATA = '{lines}'", "VALIDATION_DATA = '{lines}'", "text.files.train = %DATA")
+LINES = ("TASK = @text.files()", "DATA = '{lines}'", "VALIDATION_DATA = '{held_out}'", "text.files.train = %DATA")
 LINES += ("text.files.validation = %VALIDATION_DATA", "text.files.length = %LENGTH")
 LINES += ("text.files.num_streams = %NUM_STREAMS",)
 CHUNKS = ("from tasks import chunked", "TASK = @chunked.rows()", "chunked.rows.task = @text.python_source()")
@@ -45,9 +45,11 @@ TASKS = {
 
 def ready(name, folder):
     """That task in a tiny run of 8 steps."""
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(64)))
+    for file in ("text", "held_out"):
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(64)))
     file, bindings = TASKS[name]
-    places = {"data": str(folder / "data"), "lines": str(folder / "text.jsonl")}
+    places = {"data": "data", "lines": "text.jsonl", "held_out": "held_out.jsonl"}
+    places = {name: str(folder / place) for name, place in places.items()}
     bindings = [b.format_map(places) if b.startswith(("DATA", "VALIDATION")) else b for b in bindings]
     config = loader.load(file, bindings=bindings, slice_name="v5e-4")
     straight = str(folder / "straight")

@@ -109,9 +109,10 @@ def test_a_chat_template_is_tried_on_a_conversation(tmp_path):
     folder = pathlib.Path("tests/tasks/text/fixtures/tokenizers/bpe").resolve()
     for role in ("user", "tool"):
         messages = [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}]
-        (tmp_path / f"{role}.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 2)
+        for name in (role, f"held_out_{role}"):
+            (tmp_path / f"{name}.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 2)
         bindings = ["include 'gin/tasks/chats.gin'", f"VOCABULARY = '{folder}'", "NUM_STREAMS = 2", "VOCAB_SIZE = 400"]
-        bindings += [f"{name} = '{tmp_path}/{role}.jsonl'" for name in ("DATA", "VALIDATION_DATA")]
+        bindings += [f"DATA = '{tmp_path}/{role}.jsonl'", f"VALIDATION_DATA = '{tmp_path}/held_out_{role}.jsonl'"]
         found = check(run_dir=tmp_path, bindings=bindings, hosts="simulated")["data"]
         assert found.ok == (role == "user")
         assert ("answers end with <|im_end|>" if found.ok else "tool.jsonl:1: ") in found.detail

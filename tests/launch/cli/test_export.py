@@ -30,8 +30,10 @@ SMALL = (
 
 
 def test_a_run_with_a_vocabulary_of_its_own_has_its_ids_in_the_export(tmp_path):
-    (tmp_path / "words.txt").write_text("some words of a text, again and again\n" * 50)
-    bindings = (*SMALL, f"text.files.train = '{tmp_path}/*.txt'", f"text.files.validation = '{tmp_path}/*.txt'")
+    for name in ("words", "held_out"):
+        (tmp_path / f"{name}.txt").write_text("some words of a text, again and again\n" * 50)
+    files = (f"text.files.train = '{tmp_path}/words.txt'", f"text.files.validation = '{tmp_path}/held_out.txt'")
+    bindings = (*SMALL, *files)
     config = loader.load("gin/quickstart.gin", bindings=bindings, slice_name="v5e-1")
     told = {
         "config": config,

@@ -1,6 +1,8 @@
 """Source code in chunks: splits by package, exact rows, orders that resume, and cached hidden states."""
 
 import dataclasses
+import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -115,12 +117,13 @@ def test_hidden_states_are_computed_once_and_a_broken_call_continues(folder, tmp
     with pytest.raises(UserError, match="no complete folder of launch/run cache-hidden-states"):
         cached.cached_hidden(folder=out, length=16, num_streams=2).spec(4)
     before = len(calls)
-    other = {**model, "base": "another"}
+    other = {**model, "base": "another", "checksum": 6}
     with pytest.raises(UserError, match=r"was begun with different model: .*'a base'.*'another'"):
         next(cached.write(out, given, hidden, limits=limits, rows=4, model=other))
     with pytest.raises(UserError, match="was begun with different limits"):
         next(cached.write(out, given, hidden, limits={**limits, "train": 11}, rows=4, model=model))
-    assert list(cached.write(out, given, hidden, limits=limits, rows=4, model=model))
+    moved = {**model, "base": "the same elsewhere"}
+    assert list(cached.write(out, given, hidden, limits=limits, rows=4, model=moved))
     assert len(calls) == before + 2
     read = cached.cached_hidden(folder=out, length=16, num_streams=2, held_out="test")
     assert not read.problems()
@@ -137,6 +140,14 @@ def test_hidden_states_are_computed_once_and_a_broken_call_continues(folder, tmp
     assert (read.chunk, read.base_checksum) == (16, 5)
     assert read.fingerprint() != given.fingerprint()
     assert dataclasses.replace(read, length=8).problems()
+    assert list(cached.write(f"{out}_again", given, hidden, limits=limits, rows=4, model=model))
+    again = cached.cached_hidden(folder=f"{out}_again", length=16, num_streams=2)
+    assert again.describe() != read.describe()
+    assert again.fingerprint() == read.fingerprint()
+    about = {name: value for name, value in read._about.items() if name != "format"}  # as earlier versions wrote it
+    (tmp_path / "hidden" / "about.json").write_text(json.dumps(about))
+    former = cached.cached_hidden(folder=out, length=16, num_streams=2)
+    assert former.fingerprint() == hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 @pytest.mark.parametrize(

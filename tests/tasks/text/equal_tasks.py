@@ -195,8 +195,9 @@ add(
 
 BPE = vocabularies.tokenizer(f"{pathlib.Path(__file__).parent}/fixtures/tokenizers/bpe")
 OWN = {"length": 2, "num_streams": 1}
-LINES = {"train": f"{FILES}/part-*.jsonl", "validation": f"{FILES}/part-0.jsonl"}
+LINES = {"train": f"{FILES}/part-[12].jsonl", "validation": f"{FILES}/part-0.jsonl"}
 registered.add("own_files", text.files(**LINES, **OWN))
+registered.add("overlapping", text.files(train=f"{FILES}/*-0.jsonl", validation=LINES["validation"], **OWN))
 registered.add("own_tokenizer", text.files(**LINES, **OWN, vocabulary=BPE))
 registered.add("own_chats", text.chats(train=f"{FILES}/chats.jsonl", **OWN, vocabulary=BPE))
 add(

@@ -1,11 +1,13 @@
 """Invalid documents are reported with file and line, by the checks before a run and by the pipeline."""
 
+import fnmatch
 import hashlib
 import itertools
 import json
 
 import pytest
 
+from core.errors import UserError
 from core.types import DataLayout
 from tasks import text
 from tasks.text import documents
@@ -153,6 +155,73 @@ def test_names_of_files_begin_below_their_common_folder(monkeypatch, patterns, p
 
     monkeypatch.setattr(documents.paths, "listed", listed)
     assert [file.name for file in documents.list_files(tuple(patterns))] == names
+
+
+def test_a_file_that_several_patterns_name_is_listed_once(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("\n".join(GOOD))
+    monkeypatch.chdir(tmp_path)
+    patterns = ("*.jsonl", f"{tmp_path}/a.jsonl", "./a.*", f"{tmp_path}/../{tmp_path.name}/a.jsonl", "a.jsonl")
+    assert [file.path for file in documents.list_files(patterns)] == [f"{tmp_path}/a.jsonl"]
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """Two files and a link to one of them, in the working directory."""
+    (tmp_path / "corpus").mkdir()
+    for name in ("part.jsonl", "val.jsonl"):
+        (tmp_path / "corpus" / name).write_text("\n".join(GOOD))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "corpus" / "val.jsonl")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("name", ["corpus/val.jsonl", "{corpus}/val.jsonl", "./corpus/../corpus/v*", "link.jsonl"])
+def test_a_file_for_training_and_validation_is_found_however_it_is_named(corpus, name):
+    name = name.format(corpus=corpus)
+    for train in ("corpus/*.jsonl", f"{corpus}/**", "corpus/val.jsonl"):
+        [problem] = documents.overlaps([train], [name], where="text.files.validation", remote=False)
+        assert (problem.setting, problem.file) == ("text.files.validation", name)
+        path = corpus.parent / "link.jsonl" if name == "link.jsonl" else corpus / "val.jsonl"
+        assert problem.found == f"{name!r} matches 1 file of the training data ({path})"
+        assert "move them where no pattern for training finds them" in problem
+        assert documents.overlaps(["corpus/part*", "other/*"], [name], where="", remote=False) == []
+        assert documents.overlaps([train], [], where="", remote=False) == []
+
+
+def test_objects_are_compared_only_where_buckets_may_be_listed(monkeypatch):
+    objects = {"gs://bucket/a.txt": (1, ""), "gs://bucket/b.txt": (1, "")}
+    asked = []
+
+    def listed(pattern):
+        asked.append(pattern)
+        return {name: about for name, about in objects.items() if fnmatch.fnmatch(name, pattern)}
+
+    monkeypatch.setattr(documents.paths, "listed", listed)
+    made = task("gs://bucket/*.txt", validation="gs://bucket/b*")
+    assert made.problems() == asked == []
+    with pytest.raises(UserError, match=r"'gs://bucket/b\*' matches 1 file of the training data \(gs://bucket/b.txt\)"):
+        made.prepare("", is_host_zero=True)
+    task("gs://bucket/a*", validation="gs://bucket/b*").prepare("", is_host_zero=True)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "shares"),
+    [
+        ("train", "validation", False),
+        ("train", "train", True),
+        ("train", "train[:5%]", True),
+        ("train[5%:]", "train[:5%]", False),
+        ("train[:5%]", "train[:5%]", True),
+        ("train+test[:9]", "test", True),
+        ("train + test", "validation+ test", True),
+        ("training", "train", False),
+    ],
+)
+def test_splits_of_a_dataset_that_share_examples_are_found(train, validation, shares):
+    found = documents.split_overlaps(train, validation, where="text.tfds.validation_split")
+    assert len(found) == shares
+    said = f"text.tfds.validation_split: {validation!r} has examples of the training split {train!r}, expected a split"
+    assert all(one.startswith(said) for one in found)
 
 
 def test_another_field_is_another_text(tmp_path):

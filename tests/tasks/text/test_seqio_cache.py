@@ -436,6 +436,20 @@ def test_a_changed_module_is_read_again_and_compared(files, tmp_path, monkeypatc
     assert "its vocabulary is another" in problem
 
 
+def test_a_changed_module_may_name_another_folder_of_its_files(files, tmp_path, monkeypatch):
+    saved = filled("lines", tmp_path / "cache").corpus.saved
+    names = [pathlib.Path(file).name for file in saved["tasks"]["lines"]["files"]]
+    assert names == ["part-0.txt", "part-1.txt", "part-2.txt"]
+    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: "another")
+    for there, said in ((names, ""), ([*names[:2], "new.txt"], "lines has other files"), (names[:2], "other files")):
+        about = saved["tasks"]["lines"] | {"files": [f"/moved/{name}" for name in there]}
+        now = saved | {"problems": [], "tasks": {"lines": about}}
+        monkeypatch.setattr(seqio_cache, "_definition", lambda asked, now=now: now)
+        found = make("lines", tmp_path / "cache").problems()
+        assert len(found) == bool(said)
+        assert said in "".join(found)
+
+
 def test_a_folder_of_something_else_is_an_error(files, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"other files .*notes\.txt"):
@@ -499,7 +513,7 @@ def test_a_registered_task_of_this_workspace_has_the_segments_of_the_task_itself
     import seqio
 
     options = {"length": LENGTH - INPUTS, "num_streams": 1}
-    patterns = {"train": f"{files}/part-*.jsonl", "validation": f"{files}/part-0.jsonl"}
+    patterns = {"train": f"{files}/part-[12].jsonl", "validation": f"{files}/part-0.jsonl"}
     vocabulary = sys.modules[MODULE].BPE if name == "own_tokenizer" else None
     itself, task = text.files(**patterns, **options, vocabulary=vocabulary), filled(name, tmp_path / "cache")
     found = read(task)
@@ -515,6 +529,11 @@ from equal_tasks import features, source
 
 seqio.TaskRegistry.add("prefix", source=source(), output_features=features("targets"))
 """
+
+
+def test_a_registered_task_whose_files_are_for_training_and_validation_is_refused(files, tmp_path):
+    with pytest.raises(UserError, match=r"part-0.jsonl' matches 1 file of the training data"):
+        make("overlapping", tmp_path / "cache").prepare("unused", is_host_zero=True)
 
 
 def test_a_cache_of_tokens_has_no_documents_to_register(files, tmp_path):

@@ -74,7 +74,8 @@ def test_texts_in_compressed_files_and_several_formats_at_once(tmp_path):
     (tmp_path / "b.txt").write_text("three")
     write(tmp_path, "c.jsonl.gz", ["four"])
     write(tmp_path, "d.parquet", ["five"])
-    found = task(tmp_path / "*", validation=f"{tmp_path}/*")
+    (tmp_path / "held_out").mkdir()
+    found = task(tmp_path / "*.*", validation=str(write(tmp_path / "held_out", "e.jsonl", ["six"])))
     assert found.problems() == []
     assert list(texts_of(found, "train")) == ["one two", "three", "four", "five"]
 
@@ -162,7 +163,7 @@ def test_a_compressed_file_that_does_not_fit_the_position_to_continue_from_is_na
 def test_long_lines_are_read_and_endless_ones_refused(tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"text": "y" * 10_000_000}) + "\n" + json.dumps({"text": "next"}))
-    found = task(file, validation=str(file))
+    found = task(file, validation=str(write(tmp_path, "held_out.jsonl", ["short"])))
     assert found.problems() == []
     assert [len(text) for text in texts_of(found, "train")] == [10_000_000, 4]
     monkeypatch.setattr(text_formats, "LARGEST_DOCUMENT_BYTES", 10_000)

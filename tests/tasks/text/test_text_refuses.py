@@ -1,16 +1,21 @@
 """Invalid text tasks are refused, and problems are reported before data is opened."""
 
+import json
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from core.errors import UserError
 from core.types import DataLayout
 from tasks import text
-from tasks.text import vocabularies
+from tasks.text import hub_source, vocabularies
 
 ONE_ROW = DataLayout(1, (0,), (0,))
+TOKENIZER = pathlib.Path(__file__).parent / "fixtures" / "tokenizers" / "bpe"
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
@@ -37,6 +42,61 @@ def test_problems_are_reported_with_their_fix(tmp_path, monkeypatch):
         missing.train(ONE_ROW, seed=0)
     both = text.files(train=None, vocabulary=vocabularies.sentencepiece(None), **options).problems()
     assert [problem.split()[0] for problem in both] == ["DATA", "VOCABULARY"]
+
+
+def _overlapping(kind, folder):
+    """A task of that kind whose validation data are part of its training data."""
+    for name in ("part", "val"):
+        lines = [{"text": "a b c", "messages": MESSAGES, "n": number} for number in range(40)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"length": 8, "num_streams": 1}
+    named = {"train": f"{folder}/*.jsonl", "validation": f"{folder}/val.jsonl"}
+    match kind:
+        case "files":
+            return text.files(**named, **options)
+        case "chats":
+            return text.chats(**named, **options, vocabulary=vocabularies.tokenizer(str(TOKENIZER)))
+        case "mixture":
+            held_out = text.files(train=f"{folder}/part.jsonl", validation=named["validation"], **options)
+            return text.mixture(tasks=[text.files(train=named["train"], **options), held_out], weights=[1, 1])
+        case "mixture of one":
+            return text.mixture(tasks=[text.files(**named, **options)], weights=[1])
+        case "tfds":
+            return text.tfds(name="c4/en", validation_split="train[:1%]", **options)
+        case _:
+            return text.huggingface(name="a/b", validation_split="train", **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("files", "text.files.validation"),
+        ("chats", "text.chats.validation"),
+        ("mixture", "text.mixture"),
+        ("mixture of one", "text.files.validation"),
+        ("tfds", "text.tfds.validation_split"),
+        ("huggingface", "text.huggingface.validation_split"),
+    ],
+)
+def test_data_for_training_and_validation_is_refused_by_every_source_before_a_run(kind, setting, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_source.extras, "missing", lambda *_, **__: None)
+    task = _overlapping(kind, tmp_path)
+    [problem] = task.problems()
+    assert problem.startswith(f"{setting}: '")
+    assert "of the training" in problem
+    with pytest.raises(UserError, match=setting):
+        task.prepare(str(tmp_path), is_host_zero=True)
+
+
+def test_sources_with_apart_files_have_no_problem(tmp_path):
+    (tmp_path / "val.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "part.jsonl").write_text('{"text": "a"}\n')
+    named = {"train": f"{tmp_path}/p*.jsonl", "validation": f"{tmp_path}/val.jsonl"}
+    task = text.files(**named, length=8, num_streams=1)
+    other = text.files(**named, field="text2", length=8, num_streams=1)
+    assert task.problems() == []
+    assert text.mixture(tasks=[task, other], weights=[1, 1]).corpus.overlaps(remote=True) == []
+    task.prepare(str(tmp_path), is_host_zero=True)
 
 
 @pytest.mark.parametrize(

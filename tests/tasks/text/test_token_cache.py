@@ -354,10 +354,55 @@ def test_changed_sources_and_settings_are_named(tmp_path):
     write_lines(tmp_path / "c.jsonl", TEXTS)
     with pytest.raises(UserError, match=r"b.jsonl has [\d,]+ bytes, before [\d,]+; .*c.jsonl was added\."):
         tokenize(out, data)
+    (tmp_path / "held_out").mkdir()
+    held_out = write_lines(tmp_path / "held_out" / "a.jsonl", TEXTS)
     with pytest.raises(UserError, match="was begun with the split by hash"):
-        tokenize(out, data, validation=[tmp_path / "a.jsonl"])
+        tokenize(out, data, validation=[held_out])
     with pytest.raises(UserError, match=r"no tokenizer\.json in"):
         tokenize(out, data, vocabulary=str(tmp_path))
+
+
+def test_a_command_continues_after_its_sources_moved(tmp_path):
+    """Files of other folders are compared by content; what is complete is the same whether they moved or not."""
+    for folder in ("old", "new", "other"):
+        for number, name in enumerate(("a/1.jsonl", "b/2.jsonl")):
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            texts = TEXTS[number::2] if folder != "other" else TEXTS[number::2][::-1]
+            write_lines(tmp_path / folder / name, texts)
+    patterns = {folder: f"{tmp_path}/{folder}/*/*.jsonl" for folder in ("old", "new", "other")}
+
+    def stop(counts):
+        raise KeyboardInterrupt
+
+    tokenize(tmp_path / "straight", patterns["old"])
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(tmp_path / "out", patterns["old"], report=stop)
+    with pytest.raises(UserError, match=rf"{tmp_path}/other/a/1.jsonl has other content"):
+        tokenize(tmp_path / "out", patterns["other"])
+    for file in tmp_path.glob("old/*/*.jsonl"):
+        file.unlink()
+    about, _ = tokenize(tmp_path / "out", patterns["new"])
+    assert [entry["path"] for entry in about["sources"]] == sorted(map(str, tmp_path.glob("new/*/*")))
+    kept = [json.loads((tmp_path / out / "cache.json").read_text()) for out in ("straight", "out")]
+    assert kept[0]["splits"] == kept[1]["splits"]
+    assert [entry["sha256"] for entry in kept[0]["sources"]] == [entry["sha256"] for entry in kept[1]["sources"]]
+    assert tokenize(tmp_path / "straight", patterns["new"])[1] == [f"{tmp_path}/straight is complete"]
+    (tmp_path / "new" / "c").mkdir()
+    write_lines(tmp_path / "new" / "c" / "3.jsonl", TEXTS)
+    with pytest.raises(UserError, match=rf"{tmp_path}/new/a/1.jsonl was added; .*new/b/2.jsonl was added; .*new/c/3"):
+        tokenize(tmp_path / "straight", patterns["new"])
+
+
+def test_files_for_training_and_validation_are_refused(tmp_path, monkeypatch):
+    for name in ("part", "val"):
+        write_lines(tmp_path / f"{name}.jsonl", TEXTS)
+    monkeypatch.chdir(tmp_path)
+    for skip_bad in (False, True):
+        with pytest.raises(UserError, match=r"^--validation: 'val.jsonl' matches 1 file of the training data \(/"):
+            tokenize(tmp_path / "out", f"{tmp_path}/*.jsonl", validation=["val.jsonl"], skip_bad=skip_bad)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"^--validation: 'train' has examples of the training split 'train'"):
+        tokenize(tmp_path / "out", "tfds:c4/en", validation=["train"])
 
 
 def test_a_source_that_changes_while_it_is_read_is_named_and_nothing_of_it_is_kept(tmp_path):

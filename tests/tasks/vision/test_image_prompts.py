@@ -1,5 +1,6 @@
 """Rows of questions about images as a published model reads them: ids, places and pixels, and wrong input."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
+from core.types import DataLayout
 from launch import loaded_model
 from models.vision import pretrained
 from tasks import vision
@@ -17,8 +19,10 @@ LINE = {"image": str(PHOTO), "question": "what?", "answer": "ab"}
 
 
 def task(folder, to, line=LINE, **changes):
-    (to / "lines.jsonl").write_text(json.dumps(line) + "\n")
-    given = {"train": str(to / "lines.jsonl"), "validation": str(to / "lines.jsonl"), "num_streams": 1, "length": 128}
+    for name in ("lines", "held_out"):
+        (to / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    files = {"train": str(to / "lines.jsonl"), "validation": str(to / "held_out.jsonl")}
+    given = {**files, "num_streams": 1, "length": 128}
     images, vocabulary = pretrained.image_input(folder), vocabularies.tokenizer(folder)
     return vision.questions(**{**given, "image_input": images, "vocabulary": vocabulary, **changes})
 
@@ -61,6 +65,30 @@ def test_an_answer_that_the_template_ends_has_no_second_end(tmp_path):
         row, vocabulary = row_of(task(folder, to, ends=ends)), vocabularies.tokenizer(folder)
         said = row["targets"][row["weights"] > 0].tolist()
         assert said == [*vocabulary.encode(" ab"), last][: 3 + (last > 255)]
+
+
+def test_a_position_does_not_depend_on_where_the_model_is(tmp_path):
+    places, layout = [tmp_path / name for name in ("first", "second")], DataLayout(1, (0,), (0,))
+    for place in places:
+        place.mkdir()
+    first, second = (task(copied("llava", place), tmp_path) for place in places)
+    saved = first.train(layout, seed=0)
+    next(saved)
+    state = saved.state()
+    second.train(layout, seed=0).restore(state)
+    former = {name: as_saved_before(sealed, first) for name, sealed in state.items()}
+    first.train(layout, seed=0).restore(former)
+    with pytest.raises(UserError, match=f"rows = .*was .*folder='{first.prompts.input.folder}'"):
+        second.train(layout, seed=0).restore(former)
+    with pytest.raises(UserError, match="rows = "):
+        dataclasses.replace(first, mirror=True).train(layout, seed=0).restore(state)
+
+
+def as_saved_before(sealed, made):
+    """The position as earlier versions saved it, with the folder of the model."""
+    header, _, position = sealed.partition(b"\n")
+    settings = (made.kinds, made.weighted, made.max_shift, made.mirror, made.image_size, made.image_tokens)
+    return json.dumps({**json.loads(header), "rows": repr((*settings, made.prompts))}).encode() + b"\n" + position
 
 
 def test_a_selector_has_fewer_tokens(tmp_path):

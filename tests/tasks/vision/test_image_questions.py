@@ -1,7 +1,10 @@
 """Questions about images: rows by hand, exact positions, formats of images, and wrong input."""
 
 import dataclasses
+import hashlib
 import json
+import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from PIL import Image
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import vision
-from tasks.text import vocabularies
+from tasks.text import documents, vocabularies
 from tasks.vision import images
 
 SIZE, SLOTS, LENGTH = 8, 4, 24
@@ -204,6 +207,77 @@ def test_a_question_that_is_longer_than_the_row_and_empty_folders_are_refused(fo
     assert "DATA is not set" in dataclasses.replace(made, train_files=()).problems()[0]
     with pytest.raises(UserError, match=r"broken = 'ignore': expected one of refuse, skip"):
         task(folder, broken="ignore")
+
+
+def held_out(folder, patterns="**/*.jsonl"):
+    """The images that a task without files for validation holds out, below that folder."""
+    made = task(folder, train=patterns, validation=None, kinds=())
+    found = {split: {question.image for question in made.questions(split)} for split in ("train", "validation")}
+    assert not found["train"] & found["validation"]
+    return {image.removeprefix(f"{folder}/") for image in found["validation"]}
+
+
+def ask_about(file, images):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"image": str(i), "question": "q", "answer": "a"}) + "\n" for i in images))
+
+
+def test_held_out_images_do_not_depend_on_where_the_folder_is(tmp_path):
+    for place in ("here", "some/where/else", "here_again"):
+        ask_about(tmp_path / place / "a.jsonl", [f"images/{n}.png" for n in range(200)])
+    here, *others = (held_out(tmp_path / place) for place in ("here", "some/where/else", "here_again"))
+    assert 2 < len(here) < 30
+    assert others == [here, here]
+    for place in ("here", "some/where/else"):
+        for part in range(40):  # an image has the same path in all of these folders
+            ask_about(tmp_path / place / f"{part}" / "q.jsonl", ["image.png"])
+    here, there = (held_out(tmp_path / place, "*/*.jsonl") for place in ("here", "some/where/else"))
+    assert 0 < len(here) < 10
+    assert here == there
+
+
+def test_images_on_absolute_paths_are_held_out_by_these(tmp_path):
+    for place in "ab":
+        ask_about(tmp_path / place / "q.jsonl", [f"/images/{n}.png" for n in range(99)] + ["gs://bucket/a.png"] * 2)
+    assert held_out(tmp_path / "a") == held_out(tmp_path / "b") == vision_names([f"/images/{n}.png" for n in range(99)])
+
+
+def vision_names(names):
+    return documents.validation_names([*names, "gs://bucket/a.png"])
+
+
+def test_all_questions_about_an_image_are_in_one_split_however_it_is_named(tmp_path):
+    images = range(200)
+    ask_about(tmp_path / "a.jsonl", [f"images/{n}.png" for n in images])
+    ask_about(tmp_path / "b.jsonl", [f"{tmp_path}/images/{n}.png" for n in images])
+    ask_about(tmp_path / "more" / "c.jsonl", [f"../images/./{n}.png" for n in images])
+    made = task(tmp_path, train="**/*.jsonl", validation=None, kinds=())
+    found = [{pathlib.Path(q.image).resolve() for q in made.questions(split)} for split in ("train", "validation")]
+    assert found[1]
+    assert not found[0] & found[1]
+    assert sum(len(made.questions(split)) for split in ("train", "validation")) == 600
+
+
+def test_runs_that_held_out_other_images_are_told_apart_by_their_data(folder):
+    """Earlier versions chose images by absolute paths. Positions in files that the user divides stay as they were."""
+    apart, by_hash = (task(folder, validation=validation) for validation in ("a.jsonl", None))
+    size = (folder / "a.jsonl").stat().st_size
+    for made, count, is_same in ((apart, 2, True), (by_hash, 1, False)):
+        before = hashlib.sha256(repr([("a.jsonl", size)] * count).encode()).hexdigest()[:16]
+        assert (made.fingerprint().startswith(before)) == is_same
+    assert "by their paths" in by_hash.describe()
+
+
+def test_a_file_for_training_and_validation_is_refused_before_a_run(folder):
+    made = task(folder, train="*.jsonl", validation="a.jsonl")
+    [problem] = made.problems()
+    assert problem.startswith(f"vision.questions.validation: '{folder}/a.jsonl' matches 1 file of the training data")
+    with pytest.raises(UserError, match="matches 1 file of the training data"):
+        made.prepare(str(folder), is_host_zero=True)
+    shutil.copy(folder / "a.jsonl", folder / "b.jsonl")
+    apart = task(folder, train="a.jsonl", validation="b.jsonl")
+    assert apart.problems() == []
+    apart.prepare(str(folder), is_host_zero=True)
 
 
 def test_random_questions_have_the_same_fields_without_kinds(folder):
