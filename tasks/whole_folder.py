@@ -22,6 +22,13 @@ def check_free(directory: str) -> None:
     paths.check_writable(target)
 
 
+def remove(directory: str) -> None:
+    """Removes a folder of the run and its files, if it exists."""
+    target = paths.resolve(directory)
+    if target.exists():
+        target.rmtree()
+
+
 @contextlib.contextmanager
 def appearing(directory: str, *, last: str) -> Iterator[pathlib.Path]:
     """Yields a local folder whose files move to `directory` when the block ends without an error.

@@ -15,7 +15,7 @@ from core import slices, versions
 from core.files import paths
 from core.training import metrics
 from launch import environment, flags
-from launch.findings import Finding, from_json, is_ready, to_json
+from launch.findings import Finding, from_json, is_ready, merge, to_json
 from launch.hosts import tpu_host
 
 NAME = "check.json"
@@ -24,6 +24,12 @@ STEPS, SIMULATED_STEPS = 30, 2
 PART_SECONDS = 900.0
 STRATEGIES = environment.WORKSPACE / "gin" / "strategies"
 REHEARSED = ("fsdp", "fsdp_tensor")  # the strategies that are tried if hosts are simulated
+SPEED_BINDINGS = (  # the run of a check is not copied or logged to where the experiment's own run is
+    "LOG_INTERVAL = 1",
+    "from launch import settings",
+    "settings.Checkpointing.checkpoint_mirror = ''",
+    "settings.Logging.wandb_project = ''",
+)
 _LAST_LINES = 15
 
 
@@ -33,13 +39,13 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
     Returns:
       The findings, and whether to print them here.
     """
-    started, run_dir = time.time(), f"{args.run_dir}/run"
+    started, run_dir = time.time(), _new_folder(args.run_dir)
     of_hosts, all_hosts = _check(args, ALL_HOSTS, "--level", "hosts", run_dir=run_dir)
     compared, attention = _check(args, ATTENTION, "--part", "attention", run_dir=run_dir)
     strategies = REHEARSED if args.simulate else sorted(path.stem for path in STRATEGIES.glob("*.gin"))
     found = [*of_hosts, all_hosts, *(compared or [attention]), *(_strategy(args, name) for name in strategies)]
     steps = str(SIMULATED_STEPS if args.simulate else STEPS)
-    speed = _judged(SPEED, _pod(args, run_dir, "--steps", steps, "--gin", "LOG_INTERVAL = 1"))
+    speed = _judged(SPEED, _pod(args, run_dir, "--steps", steps, *_flags_of(SPEED_BINDINGS)))
     figures = measured(run_dir)
     listed = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
     found.append(speed._replace(detail=listed) if speed.ok and listed else speed)
@@ -61,6 +67,20 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
     paths.write_text_atomically(file, json.dumps(report, indent=1) + "\n")
     print(f"check: wrote {file}", flush=True)
     return found, True
+
+
+def _new_folder(run_dir: str) -> str:
+    """Returns the folder of a new run in `run_dir`.
+
+    It is the same on all hosts, because none of them begins the run before all of them have met in the checks of hosts.
+    """
+    before = paths.listed(f"{run_dir}/run*/config.gin")
+    numbers = [name.split("/")[-2].removeprefix("run") for name in before]
+    return f"{run_dir}/run{1 + max((int(number) for number in numbers if number.isdecimal()), default=0)}"
+
+
+def _flags_of(bindings: Sequence[str]) -> list[str]:
+    return [word for binding in bindings for word in ("--gin", binding)]
 
 
 def _strategy(args: argparse.Namespace, strategy: str) -> Finding:
@@ -123,7 +143,7 @@ def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Find
     """Compares the attention kernel with plain attention on this host's chip, or on the CPU.
 
     Returns:
-      The finding, and whether to print it here.
+      The findings of all hosts, and whether to print them here.
     """
     import jax
 
@@ -136,7 +156,8 @@ def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Find
     is_zero = args.simulate or cluster.join(slice_).is_zero
     activity.at(ATTENTION)
     found = attention_check.look()
-    distributed.shutdown()
     apart = ", ".join(f"{one['dtype']} {max(one['apart'].values()):.2g}" for one in found["compared"])
     said = f"kernel {found['kernel']}; largest difference from the plain form, of the largest element: {apart}"
-    return [Finding(ATTENTION, found["ok"], said)], is_zero
+    every = distributed.all_gather_text("check/attention", to_json([Finding(ATTENTION, found["ok"], said)]))
+    distributed.shutdown()
+    return merge([from_json(text) for text in every]), is_zero

@@ -16,7 +16,7 @@ from core.batches import BatchSpec, Field
 from core.errors import Problem, UserError
 from core.files import paths
 from core.types import IGNORED, Batches, DataLayout, Model, can
-from tasks import streams
+from tasks import streams, whole_folder
 from tasks.puzzles import arc_voting, files, order, random_grids, writing
 from tasks.puzzles.files import Split
 from tasks.streams import Stream
@@ -137,6 +137,8 @@ class Built(Stored):
         self._splits = {}
         if is_host_zero and not files.is_dataset(self.directory):
             print(f"building {self.describe()}, in {self.directory}", flush=True)
+            if self._named is None:
+                whole_folder.remove(self.directory)  # a start that was stopped may have left a part in a bucket
             self.recipe.build(self.directory)
         if not files.is_dataset(self.directory):
             raise UserError(

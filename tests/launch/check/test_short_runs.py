@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from core import slices
+from core.hosts import distributed
 from launch import environment
 from launch.check import short_runs
+from launch.config import loader
 from launch.findings import Finding, to_json
 from models.decoder.attention import attention_check
 from tests.lab import status
@@ -50,6 +52,31 @@ def test_the_parts_are_commands_that_cover_rows_of_the_checklist(commands, tmp_p
     covered = {row for name in names for row in status.covered_by(name)}
     assert covered <= set(status.capabilities())
     assert simulate or covered >= {row for rows in status.VALIDATES.values() for row in rows}
+
+
+def test_another_check_trains_a_new_run_that_is_logged_nowhere_else(commands, tmp_path):
+    for _ in range(2):
+        short_runs.check(arguments(tmp_path, simulate=True), slices.get("v4-8"))
+        folder = pathlib.Path(commands[-1][commands[-1].index("--run-dir") + 1])
+        folder.mkdir()
+        (folder / "config.gin").write_text("")
+    trained = [argv for argv in commands if "--steps" in argv]
+    assert [argv[argv.index("--run-dir") + 1] for argv in trained] == [f"{tmp_path}/run1", f"{tmp_path}/run2"]
+    bound = [argv[place + 1] for argv in trained for place, word in enumerate(argv) if word == "--gin"]
+    experiment = loader.load("gin/quickstart.gin", bindings=[one for one in bound if one != "A = 1"]).build()
+    assert (experiment.checkpointing.checkpoint_mirror, experiment.logging.wandb_project) == ("", "")
+    assert experiment.logging.log_interval == 1
+
+
+def test_the_attention_of_every_host_is_judged(monkeypatch, tmp_path):
+    wrong = Finding("attention", False, "0.5 apart")
+    monkeypatch.setattr(distributed, "all_gather_text", lambda _, own: [own, to_json([wrong])])
+    found, is_shown = short_runs.attention(arguments(tmp_path, simulate=True), slices.get("v4-16"))
+    assert is_shown
+    assert [(one.name, one.ok, one.detail[:8]) for one in found] == [
+        ("attention", True, "host 0: "),
+        ("attention", False, "host 1: "),
+    ]
 
 
 def test_a_part_that_fails_leaves_its_last_lines():

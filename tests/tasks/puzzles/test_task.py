@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from core.types import DataLayout
 from tasks import puzzles, streams
 from tasks.puzzles import files
@@ -204,6 +205,22 @@ def test_mazes_that_a_run_builds(tmp_path, host_layouts):
     batch = next(task.train(host_layouts(4, 1)[0], seed=0))
     assert batch["labels"].max() == 5
     assert "kind maze" in task.describe()
+
+
+def test_puzzles_that_a_stopped_start_left_incomplete_are_built_again(tmp_path):
+    """An upload to a bucket ends with the file that marks a complete folder."""
+    task = puzzles.maze(size=6, num_train=4, num_test=3)
+    task.prepare(str(tmp_path / "whole"), is_host_zero=True)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "cut/puzzles" / files.IDENTIFIERS).unlink()
+    (tmp_path / "cut/puzzles/left_over").write_text("of another build")
+    puzzles.maze(size=6, num_train=4, num_test=3).prepare(str(tmp_path / "cut"), is_host_zero=True)
+    left, right = ({file.name for file in (tmp_path / name).rglob("*")} for name in ("whole", "cut"))
+    assert left == right
+    named = puzzles.maze(size=6, num_train=4, num_test=3, directory=str(tmp_path / "cut/puzzles"))
+    (tmp_path / "cut/puzzles" / files.IDENTIFIERS).unlink()
+    with pytest.raises(UserError, match="exists and is not empty"):
+        named.prepare(str(tmp_path / "cut"), is_host_zero=True)  # a folder of the user is not removed
 
 
 def test_a_rehearsal_is_small_and_needs_no_files(tmp_path, task, host_layouts):
