@@ -365,6 +365,20 @@ def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
     return get(f"{found}:{per_host}x{hosts}")
 
 
+def one_of_device_kind(kind: str) -> Slice:
+    """Returns one chip of a TPU, one GPU or one CPU device; `kind` is JAX's `device_kind`.
+
+    A chip is also a slice where no TPU slice is as small, such as `v4-2`. Raises UserError if the kind is unknown.
+    """
+    generation = next((name for name, chip in CHIPS.items() if kind in chip.kinds), None)
+    if generation is None:
+        return of_device_kind(kind, per_host=1, hosts=1)
+    smallest = next(slice_ for slice_ in SLICES.values() if slice_.generation == generation)
+    one = (1,) * len(smallest.topology)
+    name = f"{generation}-{int(1 / smallest.chip.chips_per_name_unit)}"
+    return dataclasses.replace(smallest, name=name, topology=one, host_bounds=one)
+
+
 def require_tpu(name: str, *, what: str) -> Slice:
     """Returns the TPU slice called `name`; raises UserError for other devices."""
     if not (found := get(name)).is_tpu:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.errors import UserError
 from core.hosts import rendezvous
@@ -33,6 +33,7 @@ NAMES = frozenset(
     TPU_ACCELERATOR_TYPE MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_COORDINATOR_ADDRESS TPU_SKIP_MDS_QUERY
     ALLOW_MULTIPLE_LIBTPU_LOAD XLA_FLAGS LIBTPU_INIT_ARGS XLA_PYTHON_CLIENT_MEM_FRACTION
     XLA_PYTHON_CLIENT_PREALLOCATE CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NO_COLOR COLUMNS EPATH_USE_TF
+    WANDB_BASE_URL WANDB_IDENTITY_TOKEN_FILE NETRC
     TOKENIZERS_PARALLELISM GLIBC_TUNABLES STORAGE_EMULATOR_HOST GOOGLE_CLOUD_UNIVERSE_DOMAIN
     """.split()  # noqa: SIM905 (a list has a line for each)
 )
@@ -41,7 +42,11 @@ COMPILED_BY = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # besides the configuration, th
 # large pages the kernel clears and maps them in fewer parts. The C library reads it when a process starts.
 ON_CPUS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 JOIN_SECONDS = 300
-SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES")  # passed from a workstation to the hosts
+# Passed from a workstation to the hosts, as text and in files. Lists of launch/hosts/on_host.sh repeat both.
+SENT = ("TPU_MESH_CONFIG", "TPU_AXIS_NAMES", "RENGA_JOIN_SECONDS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "WANDB_MODE")
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "RENGA_ALERT")
+# Beginnings of flags in XLA_FLAGS that change no program for TPUs. Among them are those with which tests run.
+NOT_FOR_TPUS = ("--xla_cpu_", "--xla_gpu_", "--xla_backend_optimization_level", "--xla_force_host_")
 # Suffixes of the names of run directories, by the level of a check.
 OF_CHECKS: dict[str | None, str] = {"smoke": "-smoke", "slice": "-check"}
 MESH_AXES = ("data", "fsdp", "tensor")  # mesh axes of strategies.mesh3d
@@ -214,6 +219,29 @@ def require_named(run_dir: str | None, slice_: "Slice") -> None:
 def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
     """Returns how many seconds hosts wait for one another at the start."""
     return _integer("RENGA_JOIN_SECONDS", minimum=1, environ=environ) or JOIN_SECONDS
+
+
+class Sent(NamedTuple):
+    """What a workstation sends to the hosts of TPUs: variables, and flags of its XLA_FLAGS that it leaves out."""
+
+    variables: Mapping[str, str]
+    left_out: Sequence[str]
+
+
+def sent() -> Sent:
+    """Returns the variables of SENT that are set, without flags in XLA_FLAGS that are not for TPUs.
+
+    Raises UserError if a value would fail on the hosts.
+    """
+    join_seconds()
+    variables = {name: value for name in SENT if (value := read(name))}
+    flags = variables.pop("XLA_FLAGS", "").split()
+    if flags and not flags[0].startswith("-"):
+        raise UserError(f"XLA_FLAGS={flags[0]!r} is a file, which the hosts do not have: set XLA_FLAGS to its flags")
+    left_out = [flag for flag in flags if flag.startswith(NOT_FOR_TPUS)]
+    if kept := [flag for flag in flags if flag not in left_out]:
+        variables["XLA_FLAGS"] = " ".join(kept)
+    return Sent(variables, left_out)
 
 
 def _are_set(names: Sequence[str], which: str, environ: Mapping[str, str] | None) -> bool:

@@ -40,7 +40,7 @@ from tasks.text import vocabularies
 from tasks.text.ids import decode_continuation, stop_ids, with_bos
 from tasks.text.tokenizer_folders import FolderTokenizer
 
-ONE_CHIP = "v5e-1"
+_SIMULATED_CHIP = "v5e-1"  # what a CPU device stands for without a slice
 _GIN = "gin/generation/folder.gin"
 
 
@@ -294,7 +294,7 @@ def choose_devices(slice_name: str | None, *, is_simulated: bool) -> None:
     if is_simulated or not (jax.config.values["jax_platforms"] or tpu_host.chips()):
         jax.config.update("jax_platforms", "cpu")  # on a machine without chips, libtpu would print errors
     if is_simulated:
-        jax.config.update("jax_num_cpu_devices", slices.get(slice_name or ONE_CHIP).devices)
+        jax.config.update("jax_num_cpu_devices", slices.get(slice_name or _SIMULATED_CHIP).devices)
 
 
 def load(
@@ -405,7 +405,7 @@ def _published(
 ) -> LoadedModel:
     choice = chosen(_GIN, folder, bindings, dtype, check)
     model, vocabulary = choice.model, vocabulary_of(folder, vocab_size=choice.model.vocab_size)
-    rows = slices.get(slice_name or ONE_CHIP).devices
+    rows = slice_of(slice_name).devices
     program = bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(rows, length=32))
     begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
     found = LoadedModel(program, None, vocabulary, folder, begins_with_bos)
@@ -450,6 +450,14 @@ def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
     return vocabulary
 
 
+def slice_of(name: str | None) -> slices.Slice:
+    """Returns a slice by its name; None: one chip of those that JAX sees, as which a CPU device plays one of v5e."""
+    first = None if name else jax.devices()[0]
+    if first is None or first.platform == "cpu":
+        return slices.get(name or _SIMULATED_CHIP)
+    return slices.one_of_device_kind(first.device_kind)
+
+
 def bound(
     model: Any, strategy: Strategy | None, slice_name: str | None, spec: Any, *, optimizer: Any = None, **stored: Any
 ) -> Program:
@@ -466,7 +474,7 @@ def bound(
     Raises:
       UserError: this process has too few devices, or the layout does not fit.
     """
-    slice_ = slices.get(slice_name or ONE_CHIP)
+    slice_ = slice_of(slice_name)
     devices = jax.devices()[: slice_.devices]
     if len(devices) < slice_.devices:
         raise UserError(f"{slice_.name} has {slice_.devices} devices, and this process {len(devices)}: give --simulate")

@@ -1,6 +1,7 @@
 """Identities of training programs, to look up records of compilations and predictions.
 
-They leave out, for example, paths to data; `fingerprint` also leaves out learning rates.
+They leave out, for example, paths to data; `fingerprint` also leaves out learning rates. They contain the flags that
+XLA_FLAGS and LIBTPU_INIT_ARGS give to the compiler of the slice.
 """
 
 import hashlib
@@ -12,12 +13,15 @@ from typing import Any
 from core import identity, optimizers, slices, versions
 from core.batches import Field
 from core.optimizers import schedules
+from launch import environment
 from launch.config import Binding, Macro, Reference, Settings, declared_macros, leaves
 from launch.experiment import Experiment
 from parallel.compiled import compiler_options
 
 # Schedules of `core.optimizers`, which set the learning rate of a step and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
+
+_UNRELATED_FLAGS = (*environment.NOT_FOR_TPUS, "--xla_dump_")  # beginnings of flags that change no program for TPUs
 
 
 def program_text(experiment: Experiment, settings: Settings) -> str:
@@ -63,7 +67,15 @@ def _parts(experiment: Experiment, optimizer: Sequence[Binding]) -> dict[str, An
         parts["non_finite"] = experiment.non_finite
     if experiment.frozen:
         parts["frozen"] = (tuple(experiment.frozen), experiment.frozen_dtype)
+    if flags := _flags(slice_):
+        parts["flags"] = flags
     return parts
+
+
+def _flags(slice_: slices.Slice) -> list[str]:
+    """Returns the flags of the environment that the compiler of a slice reads."""
+    found = [flag for name in environment.COMPILED_BY for flag in (environment.read(name) or "").split()]
+    return [flag for flag in found if not (slice_.is_tpu and flag.startswith(_UNRELATED_FLAGS))]
 
 
 def _field(field: Field) -> tuple[Any, ...]:

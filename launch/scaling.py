@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from core import slices
 from core.errors import UserError
 from launch.config import loader
+from launch.config.changes import Changes
 
 
 def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str] = ()) -> list[str]:
@@ -18,13 +19,14 @@ def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str
     Args:
       file: the experiment file.
       slice_name: name of the slice of the run.
-      scale_from: name of the slice that BATCH_SIZE is for.
+      scale_from: name of the slice that the batch size is for.
       given: the other bindings of the command line.
 
     Raises:
       UserError: the batch would not have a whole number of rows, or phases set batch sizes.
     """
-    experiment = loader.load(file, bindings=given, slice_name=scale_from).build()
+    config = loader.load(file, bindings=given, slice_name=scale_from)
+    experiment = config.build()
     if any(phase.batch_size for phase in experiment.phases):
         raise UserError(f"--scale-from: PHASES of {file} set batch sizes; scale them by hand, in a copy of the file")
     share = fractions.Fraction(slices.get(slice_name).devices, slices.get(scale_from).devices)
@@ -36,4 +38,5 @@ def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str
             f'"BATCH_SIZE = N" with a multiple of {share.denominator}'
         )
     streams = math.gcd(experiment.task.num_streams, int(rows))
-    return [f"BATCH_SIZE = {rows}", f"NUM_STREAMS = {streams}"]
+    statements = Changes(config, experiment.model).of_experiment("batch_size", str(rows))
+    return [*statements, f"NUM_STREAMS = {streams}"]

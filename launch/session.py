@@ -236,8 +236,9 @@ class Session:
         if place := settings.checkpointing.checkpoint_mirror:
             from core.checkpoints import copying
 
-            keep = settings.checkpointing.keep_checkpoints
-            self._stack.enter_context(copying.Copying(run.run_dir, place, keep=keep, say=self._lines.note))
+            saves = settings.checkpointing
+            kept: dict[str, Any] = {"keep": saves.keep_checkpoints, "keep_best": saves.keep_best}
+            self._stack.enter_context(copying.Copying(run.run_dir, place, **kept, say=self._lines.note))
 
     def _write_config(self) -> None:
         run = self._run

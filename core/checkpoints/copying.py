@@ -12,10 +12,10 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from core import units
-from core.checkpoints import inspection, steps
+from core.checkpoints import best, inspection, steps
 from core.errors import UserError
 from core.files import paths
 from core.files.bookkeeping import Bookkeeping
@@ -107,14 +107,36 @@ def fetch_newest(run_dir: str, place: str, *, say: Callable[[str], None]) -> int
     """
     own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
     newest = max(steps.complete(own), default=0)
-    for step in sorted((step for step in steps.complete(there) if step > newest), reverse=True):
-        copy_step(there / str(step), own / str(step))
-        found = inspection.verify(own / str(step))
-        if not found.damaged:
+    later = sorted((step for step in steps.complete(there) if step > newest), reverse=True)
+    return next((step for step in later if _fetch(step, there, own, say)), None)
+
+
+def fetch_best(run_dir: str, place: str, keep_best: str, *, say: Callable[[str], None]) -> int | None:
+    """Copies the best intact step of `place` to a run directory that has no better one; returns its number.
+
+    It returns None if nothing was copied.
+
+    Args:
+      keep_best: the metric, as `best.parse` reads it.
+      say: receives a warning for every damaged copy.
+    """
+    own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
+    metric, here = best.parse(keep_best), steps.described_steps(own)
+    values = best.values({**steps.described_steps(there), **here}, metric)
+    while (step := metric.best(values)) is not None and step not in here:
+        if _fetch(step, there, own, say):
             return step
-        steps.remove(own / str(step))
-        say(f"warning: in {place}, {found.describe()}. The run does not use this copy")
+        del values[step]
     return None
+
+
+def _fetch(step: int, there: paths.Path, own: paths.Path, say: Callable[[str], None]) -> bool:
+    copy_step(there / str(step), own / str(step))
+    found = inspection.verify(own / str(step))
+    if found.damaged:
+        steps.remove(own / str(step))
+        say(f"warning: in {there.parent}, {found.describe()}. The run does not use this copy")
+    return not found.damaged
 
 
 def _saved_at(step_folder: paths.Path) -> float | None:
@@ -124,12 +146,20 @@ def _saved_at(step_folder: paths.Path) -> float | None:
 
 
 class Copying:
-    """A context in which a thread copies the newest complete step."""
+    """A context in which a thread copies the newest complete step and, with a metric, the best one."""
 
-    def __init__(self, run_dir: str, place: str, *, keep: int, say: Callable[[str], None]):
-        """`keep` is the number of copies to keep."""
+    def __init__(self, run_dir: str, place: str, *, keep: int, keep_best: str = "", say: Callable[[str], None]):
+        """Prepares to copy.
+
+        Args:
+          run_dir: the run directory.
+          place: where to copy.
+          keep: the number of latest copies to keep.
+          keep_best: also keep the best step by this metric (`best.parse`); "": only the latest.
+          say: receives a line for each copy.
+        """
         self._source, self._target = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
-        self._keep, self._say = keep, say
+        self._keep, self._metric, self._say = keep, best.parse(keep_best) if keep_best else None, say
         self._copied: tuple[int, float | None] | None = None  # the last step, and when it was saved
         self._bookkeeping = Bookkeeping(os.fspath(self._target))
         self._ended = threading.Event()
@@ -158,34 +188,50 @@ class Copying:
             pause_seconds = _POLL_SECONDS if self._bookkeeping.attempt(self.copy_newest) else _RETRY_SECONDS
 
     def copy_newest(self) -> None:
-        """Copies the newest step unless it was copied; removes old copies.
+        """Copies the newest step, and the best one, unless they were copied; removes old copies.
 
-        A copy of an earlier save of this step is replaced.
+        A copy of an earlier save of such a step is replaced.
         """
         newest = max(steps.complete(self._source), default=None)
         if newest is None:
             return
-        source, target = self._source / str(newest), self._target / str(newest)
-        saved = (newest, _saved_at(source))
+        saved = (newest, _saved_at(self._source / str(newest)))
         if self._copied == saved:
             return
         there = steps.complete(self._target)
-        if newest in there and _saved_at(target) == saved[1]:
-            self._copied = saved
-            return
+        best_one = self._metric.best(self._values(self._source)) if self._metric else None
+        kept = dict.fromkeys((newest, newest if best_one is None else best_one))
+        missing = [step for step in kept if not self._is_copy(step, there)]
+        if not all([self._copy(step) for step in missing]):
+            return  # the run has removed a step, because there are newer or better ones
+        if missing:
+            self._remove_old({*there, *missing}, newest)
+        self._copied = saved
+
+    def _values(self, folder: paths.Path) -> dict[int, float]:
+        return best.values(steps.described_steps(folder), self._metric) if self._metric else {}
+
+    def _is_copy(self, step: int, there: Collection[int]) -> bool:
+        return step in there and _saved_at(self._target / str(step)) == _saved_at(self._source / str(step))
+
+    def _copy(self, step: int) -> bool:
+        """Copies a step; returns False if the run has removed it."""
         began = time.monotonic()
         try:
-            size = copy_step(source, target)
+            size = copy_step(self._source / str(step), self._target / str(step))
         except FileNotFoundError:
-            if newest in steps.complete(self._source):
+            if step in steps.complete(self._source):
                 raise
-            return  # the run has removed the step, because there are newer ones
-        self._copied = saved
+            return False
         if (file := self._source.parent / _CONFIGURATION).exists():
             paths.copy_between(file, self._target.parent / file.name)
         took = units.seconds(time.monotonic() - began, digits=2)
-        self._say(f"checkpoint {newest}: {units.size(size)} copied to {self._target} and compared, in {took}")
+        self._say(f"checkpoint {step}: {units.size(size)} copied to {self._target} and compared, in {took}")
+        return True
+
+    def _remove_old(self, there: Collection[int], newest: int) -> None:
         later = [step for step in there if step > newest]  # which the run went back from, or could not use
-        for old in [*later, *sorted({*there, newest}.difference(later))[: -self._keep]]:
+        kept = best.Kept(self._keep, self._metric, self._values(self._target))
+        for old in [*later, *kept.others(sorted(set(there).difference(later)))]:
             with contextlib.suppress(FileNotFoundError):
                 steps.remove(self._target / str(old))

@@ -4,20 +4,23 @@ Files for a gs:// run directory are written to a local folder and copied at most
 bucket does not support appending. A full disk or an unreachable bucket delays writes and does not end the run.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
+import netrc
 import os
 import pathlib
 import statistics
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from core import extras
-from core.errors import UserError
+from core.errors import Problem, UnreachableError, UserError
 from core.files import bookkeeping, foreign_json, paths
 from core.files.bookkeeping import Appender
 
@@ -226,6 +229,10 @@ class JsonLines:
             self._mirror.close()
 
 
+_WANDB_SERVER = "https://api.wandb.ai"
+_WANDB_SETTINGS = ("~/.config/wandb/settings", "wandb/settings")
+
+
 def require_wandb(project: str, *, run_dir: str) -> None:
     """Raises UserError if a project of Weights & Biases is named that a run cannot log to."""
     if project and os.environ.get("WANDB_MODE") in ("offline", "dryrun") and paths.is_remote(run_dir):
@@ -237,6 +244,28 @@ def require_wandb(project: str, *, run_dir: str) -> None:
         extras.require("wandb", extra="wandb", what=f"settings.Logging.wandb_project = {project!r}")
 
 
+def require_wandb_login(project: str) -> None:
+    """Raises UserError if a project of Weights & Biases is named and this host has no login, which logging needs.
+
+    If a file of wandb's settings exists, it may name another server or mode; then `wandb.init` decides.
+    """
+    environ, given = os.environ, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+    is_offline = environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled")
+    if not project or is_offline or any(environ.get(name) for name in given):
+        return
+    if any(pathlib.Path(file).expanduser().exists() for file in _WANDB_SETTINGS):
+        return
+    server = urllib.parse.urlsplit(environ.get("WANDB_BASE_URL") or _WANDB_SERVER).netloc
+    file = pathlib.Path(environ.get("NETRC") or "~/.netrc").expanduser()
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc(file).authenticators(server):
+            return
+    missing = f"host 0 has no login of Weights & Biases: {given[0]} is not set, and {file} has no entry for {server}"
+    setting = f"settings.Logging.wandb_project = {project!r}"
+    fix = f"set {given[0]}, run `wandb login` on host 0, or set WANDB_MODE=offline or disabled"
+    raise UserError(Problem(missing, setting=setting, fix=fix))
+
+
 class WeightsAndBiases:
     """Writes to Weights & Biases; a run directory is one run there.
 
@@ -245,19 +274,30 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, *, run_dir: str):
-        """Starts or resumes the run of this run directory."""
+        """Starts or resumes the run of this run directory.
+
+        Raises UserError if that fails; UnreachableError if another start can help.
+        """
         require_wandb(project, run_dir=run_dir)
         import wandb
 
         name = "/".join(pathlib.PurePath(run_dir).parts[-2:])
         self._local = None if not paths.is_remote(run_dir) else tempfile.TemporaryDirectory(prefix="renga-wandb-")
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            id=hashlib.sha256(run_dir.encode()).hexdigest()[:16],
-            resume="allow",
-            dir=self._local.name if self._local else run_dir,
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=hashlib.sha256(run_dir.encode()).hexdigest()[:16],
+                resume="allow",
+                dir=self._local.name if self._local else run_dir,
+            )
+        except wandb.errors.Error as error:
+            is_refused = isinstance(error, wandb.errors.AuthenticationError)
+            can_help = isinstance(error, wandb.errors.CommError) and not is_refused
+            raise (UnreachableError if can_help else UserError)(
+                f"settings.Logging.wandb_project = {project!r}: wandb.init failed ({type(error).__name__}: {error}). "
+                "Check WANDB_API_KEY or `wandb login` and the project, or set WANDB_MODE=offline or disabled"
+            ) from error
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records named numbers of one step."""

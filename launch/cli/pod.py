@@ -182,7 +182,10 @@ def _of_a_tpu(args: argparse.Namespace) -> int:
     if args.target in workstation.ACTIONS:
         return workstation.act(tpus, action=args.target, log_directory=args.run_dir, dry_run=args.dry_run)
     is_queued = args.queued if args.target == "delete" else args.target == "queue"
-    order = lifecycle.Order(slices.get(args.experiment) if needs_slice else None, args.spot, is_queued)
+    slice_ = slices.require_tpu(args.experiment, what="create and queue") if needs_slice else None
+    if slice_:
+        workstation.require_one_for_each(tpus, slice_)
+    order = lifecycle.Order(slice_, args.spot, is_queued)
     return lifecycle.act(tpus, action=args.target, order=order, dry_run=args.dry_run)
 
 
@@ -247,6 +250,9 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
             "would be no checkpoint to resume from. Give --run-dir gs://BUCKET/…"
         )
     experiment = workstation.shipped_path(args.experiment, workspace=environment.WORKSPACE)
+    sent = environment.sent()
+    if sent.left_out:
+        print(f"# XLA_FLAGS that are not for TPUs are not sent to the hosts: {' '.join(sent.left_out)}")
     where = "dry run" if args.dry_run else "shipped to"
     checked = _checked(args, slice_, run_directory=run_directory, hosts=where)
     for finding in checked.findings:
@@ -257,7 +263,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     if is_shared and _is_finished(args, checked, run_directory, is_elsewhere=True):
         return 0
     options = flags.passed_on(args, "--gin", "--steps", "--check", "--tune", *(["--restarts"] if args.restarts else []))
-    variables = [f"{name}={value}" for name in environment.SENT if (value := environment.read(name))]
+    variables = [f"{name}={value}" for name, value in sent.variables.items()]
     job = workstation.Run(
         [slice_.name, experiment, *options], args.run_dir or _from_workspace(run_directory), variables
     )

@@ -149,9 +149,14 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
     until = [until] if isinstance(until, str) else until
     counts = [options.pop(name) for name in _MOST_TOKENS if name in options]
     try:
-        temperature = float(options.pop("temperature", 0.0) or 0.0)
-        is_drawn = options.pop("do_sample", temperature > 0)
-        top_k, top_p = int(options.pop("top_k", 0) or 0), float(options.pop("top_p", 1.0) or 1.0)
+        temperature, top_k, top_p = (options.pop(name, None) for name in ("temperature", "top_k", "top_p"))
+        is_drawn = options.pop("do_sample", temperature is not None)
+        usual = Sampling()  # for what is not given; a temperature of 0 is given
+        sampling = Sampling(
+            usual.temperature if temperature is None else float(temperature),
+            usual.top_k if top_k is None else int(top_k),
+            usual.top_p if top_p is None else float(top_p),
+        )
         max_tokens = int(counts[0]) if counts else USUAL_TOKENS
     except (TypeError, ValueError) as error:
         raise UserError(f"malformed generation options {dict(given)}: {error}") from error
@@ -160,5 +165,5 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"the generation options {', '.join(options)} are not known here; expected any of {known}")
     if max_tokens < 1 or not isinstance(until, list) or not all(isinstance(stop, str) for stop in until):
         raise UserError(f"malformed generation options {dict(given)}: expected stop texts, and at least 1 token")
-    sampling = Sampling(temperature or 1.0, top_k, top_p) if is_drawn else GREEDY
+    sampling = sampling if is_drawn and sampling.temperature > 0 else GREEDY
     return {"until": until, "max_tokens": max_tokens, "sampling": sampling}

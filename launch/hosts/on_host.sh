@@ -12,7 +12,9 @@ process=$state/process # process id and start time of the run; its command line
 run_directory=$state/run_directory
 run_log=$state/run.log
 ended=$state/ended     # exit code of the run, once it has ended
-command=$state/command # shell commands that start the run again after a reboot
+command=$state/command # shell commands that start the run again after a reboot, with the secrets
+sent="TPU_MESH_CONFIG TPU_AXIS_NAMES RENGA_JOIN_SECONDS XLA_FLAGS LIBTPU_INIT_ARGS WANDB_MODE" # as in environment.py
+secrets="HF_TOKEN WANDB_API_KEY RENGA_ALERT"
 settle_seconds=2
 stop_seconds=30 # allowed for writing a checkpoint
 host=$(hostname)
@@ -48,7 +50,7 @@ install_workspace() {
 # start DIRECTORY ARGUMENTS…: runs launch/pod.sh with the arguments and this run directory, which is recorded for
 # `tensorboard`.
 start() {
-  local pid directory=$1
+  local pid name directory=$1
   if pid=$(running_pid); then
     echo "$host: already running (process $pid)" >&2
     exit 1
@@ -56,8 +58,7 @@ start() {
   shift
   set -- "$@" --run-dir "$directory"
   echo "$directory" >"$run_directory"
-  take_secret HF_TOKEN
-  take_secret RENGA_ALERT
+  for name in $secrets; do take_secret "$name"; done
   if [[ " $* " == *" --restarts "* ]]; then survive_reboot "$@"; else forget; fi
   launch_detached "$@"
 }
@@ -70,20 +71,22 @@ take_secret() {
   rm "$file"
 }
 
-# Adds the @reboot line, and writes the file that it runs.
+# Adds the @reboot line, and writes the file that it runs: with the variables and secrets of this start, without which the
+# other hosts would not let this one join. Only the user can read the file.
 survive_reboot() {
   local name
-  : >"$command"
-  for name in TPU_MESH_CONFIG TPU_AXIS_NAMES ${!MEGASCALE_*}; do
+  rm -f "$command"
+  if ! command -v crontab >/dev/null; then
+    echo "$host: there is no crontab, so a reboot of this host ends the run; if that happens, start it again" >&2
+    return
+  fi
+  (umask 077 && : >"$command")
+  for name in RENGA_JOIN_SECRET $sent $secrets ${!MEGASCALE_*}; do
     [[ -z ${!name:-} ]] || printf 'export %s=%q\n' "$name" "${!name}" >>"$command"
   done
   printf 'launch_detached' >>"$command"
   printf ' %q' "$@" >>"$command"
   echo >>"$command"
-  if ! command -v crontab >/dev/null; then
-    echo "$host: there is no crontab, so a reboot of this host ends the run; if that happens, start it again" >&2
-    return
-  fi
   write_crontab "@reboot bash $(printf %q "$root/launch/hosts/on_host.sh") after_reboot"
 }
 
@@ -94,7 +97,7 @@ write_crontab() {
   printf '%s' "${others:+$others$'\n'}${1:+$1$'\n'}" | crontab -
 }
 
-# Removes the @reboot line.
+# Removes the @reboot line and the file that it runs.
 forget() {
   rm -f "$command"
   if command -v crontab >/dev/null && crontab -l 2>/dev/null | grep -qF "launch/hosts/on_host.sh"; then

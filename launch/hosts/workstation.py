@@ -52,14 +52,10 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
     Raises:
       UserError: the number, state or type of the TPUs is wrong or unknown, or the workspace cannot be shipped.
     """
+    require_one_for_each(tpus, slice_)
     names = ", ".join(tpu.name for tpu in tpus)
-    if len(tpus) != slice_.num_slices:
-        raise UserError(
-            f"{slice_.name} is {units.counted(slice_.num_slices, 'slice')}, but "
-            f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({names}): give one for each, as --tpu A,B"
-        )
     shipment = require_small(workspace)
-    secrets = {name: value for name in ("HF_TOKEN", "RENGA_ALERT") if (value := environment.read(name))}
+    secrets = {name: value for name in environment.SECRETS if (value := environment.read(name))}
     if dry_run:
         print(f"# ARCHIVE: {shipment}", flush=True)
         gcloud.perform([gcloud.describe_step(tpu) for tpu in tpus], dry_run=True)
@@ -83,6 +79,16 @@ def start(tpus: Sequence[Tpu], *, slice_: slices.Slice, run: Run, workspace: Pat
             f"Follow it: launch/pod.sh logs --tpu {names.replace(' ', '')} --zone {tpus[0].zone}{project}"
         )
     return code
+
+
+def require_one_for_each(tpus: Sequence[Tpu], slice_: slices.Slice) -> None:
+    """Raises UserError unless there is one TPU for each slice."""
+    if len(tpus) != slice_.num_slices:
+        names = ", ".join(tpu.name for tpu in tpus)
+        raise UserError(
+            f"{slice_.name} is {units.counted(slice_.num_slices, 'slice')}, but "
+            f"{units.counted(len(tpus), 'TPU is', 'TPUs are')} named ({names}): give one for each, as --tpu A,B"
+        )
 
 
 _REMEDIES = {  # by the state of a TPU

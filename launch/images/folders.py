@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from core import slices, stack, units
+from core import stack, units
 from core.errors import UserError
 from launch import loaded_model, terminal
 from launch.loaded_model import Images, LoadedModel
@@ -128,7 +128,7 @@ def load(
     choice = loaded_model.chosen(_GIN, folder, bindings, dtype, check)
     model: VisionLanguageModel = choice.model
     vocabulary = loaded_model.vocabulary_of(folder, vocab_size=model.decoder.vocab_size)
-    rows, layout = slices.get(slice_name or loaded_model.ONE_CHIP).devices, strategy or choice.strategy
+    rows, layout = loaded_model.slice_of(slice_name).devices, strategy or choice.strategy
     sizes = {"image_size": model.vision.image_size, "image_tokens": model.image_tokens}
     length = -(-model.image_tokens // _MULTIPLE) * _MULTIPLE
     spec = image_questions.batch_spec(rows, length=length, has_kinds=False, **sizes)

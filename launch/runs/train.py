@@ -76,6 +76,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 
     def lock(joined: distributed.Cluster) -> None:
         if joined.process_index == 0 and not (args.check or args.tune):  # these runs write to folders of their own
+            metrics.require_wandb_login(experiment.logging.wandb_project)
             taken = RunLock.acquire(run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(taken.release)
             stack.enter_context(taken.explaining())
@@ -130,13 +131,16 @@ def _tuning_directory(args: argparse.Namespace, run_dir: str, experiment: Experi
 
 
 def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> None:
-    if not experiment.checkpointing.checkpoint_mirror:
+    saves = experiment.checkpointing
+    if not (place := saves.checkpoint_mirror):
         return
     from core.checkpoints import copying
 
-    copying.require_place(run_dir, experiment.checkpointing.checkpoint_mirror, hosts=host.count)
-    place = experiment.checkpointing.checkpoint_mirror
-    if step := copying.fetch_newest(run_dir, place, say=functools.partial(print, flush=True)):
+    copying.require_place(run_dir, place, hosts=host.count)
+    say = functools.partial(print, flush=True)
+    fetched = [copying.fetch_newest(run_dir, place, say=say)]
+    fetched += [copying.fetch_best(run_dir, place, saves.keep_best, say=say)] if saves.keep_best else []
+    for step in filter(None, fetched):
         print(f"checkpoint {step} was copied back from {place}", flush=True)
 
 

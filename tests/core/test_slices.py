@@ -126,6 +126,26 @@ def test_devices_that_are_no_tpus_have_names_too():
     assert cpu.mfu(1e9, seconds=2.0, peak_flops=1e9) == 0.5
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "devices"),
+    [
+        ("TPU v4", "v4-2", 1),
+        ("TPU v5", "v5p-2", 1),
+        ("TPU v5p", "v5p-2", 1),
+        ("TPU v5 lite", "v5e-1", 1),
+        ("TPU v6e", "v6e-1", 1),
+        ("TPU7x", "tpu7x-2", 2),
+        ("NVIDIA H200", "h200:1", 1),
+        ("cpu", "cpu:1", 1),
+    ],
+)
+def test_one_chip_of_every_kind_is_a_slice(kind, name, devices):
+    one = slices.one_of_device_kind(kind)
+    assert (one.name, one.chips, one.devices, one.hosts) == (name, 1, devices, 1)
+    assert kind in one.chip.kinds
+    assert one == slices.SLICES.get(name, one)
+
+
 @pytest.mark.parametrize("wrong", ["h100:0", "h100:8x", "h100:", "rtx:1", "v4:8", "h100:8x2x2"])
 def test_unknown_devices_are_refused_with_the_form_expected(wrong):
     with pytest.raises(ValueError, match=f"unknown devices '{wrong}': expected KIND:DEVICES.*h100:8x2"):

@@ -57,6 +57,12 @@ def test_the_page_describes_every_variable():
     assert set(described) == NAMES
 
 
+def test_the_page_names_what_a_workstation_sends():
+    page = " ".join((ROOT / "docs" / "reference" / "environment.md").read_text().split())
+    sent, secrets = (", ".join(f"`{name}`" for name in names) for names in (environment.SENT, environment.SECRETS))
+    assert f"`launch/pod.sh --tpu` sends to the hosts: {sent}, and the secrets {secrets}." in page
+
+
 AT = {"coordinator_address": "h:1"}
 
 

@@ -216,6 +216,46 @@ def test_a_mesh_in_the_environment_is_the_hosts_environment_too(place, calls, mo
     assert sent[-2:] == ["--gin", "STRATEGY = @strategies.fsdp()"]
 
 
+def sent_with(calls, monkeypatch, **variables):
+    monkeypatch.setenv("RENGA_RUN_ROOT", "gs://bucket/runs")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code = cli.main(["pod", "v4-16", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--dry-run"])
+    return code, dict(word.split("=", 1) for call in calls for word in call[3][: -len(["v4-16", "gin/quickstart.gin"])])
+
+
+def test_hosts_get_the_variables_that_change_a_run_on_them(place, calls, monkeypatch):
+    given = {
+        "RENGA_JOIN_SECONDS": "900",
+        "XLA_FLAGS": "--xla_disable_hlo_passes=x --xla_dump_to=gs://b/x",
+        "LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=65536",
+        "WANDB_MODE": "disabled",
+    }
+    assert sent_with(calls, monkeypatch, **given) == (0, given)
+
+
+def test_flags_for_the_cpus_of_a_workstation_stay_there(place, calls, monkeypatch, capsys):
+    flags = "--xla_cpu_x=1 --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    assert sent_with(calls, monkeypatch, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="8") == (0, {})
+    assert f"# XLA_FLAGS that are not for TPUs are not sent to the hosts: {flags}\n" in capsys.readouterr().out
+    calls.clear()
+    code, sent = sent_with(calls, monkeypatch, XLA_FLAGS=f"{flags} --xla_disable_hlo_passes=x")
+    assert (code, sent) == (0, {"XLA_FLAGS": "--xla_disable_hlo_passes=x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RENGA_JOIN_SECONDS", "soon", "RENGA_JOIN_SECONDS='soon': expected a whole number from 1 up"),
+        ("XLA_FLAGS", "/etc/flags", "XLA_FLAGS='/etc/flags' is a file, which the hosts do not have"),
+    ],
+)
+def test_variables_that_would_fail_on_the_hosts_are_not_sent(place, calls, monkeypatch, capsys, name, value, says):
+    assert sent_with(calls, monkeypatch, **{name: value}) == (2, {})
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.covers("L01")
 @pytest.mark.parametrize(
     ("more", "says"),
@@ -349,6 +389,14 @@ def test_a_dry_run_needs_somebody_to_send_to(place, calls, capsys):
         (["stop", "--gin", "A = 1", "--tpu", "t", "--zone", "z"], "stop does not use --gin"),
         (["create", "v4-8", "--tpu", "t", "--zone", "z", "--queued"], "create v4-8 does not use --queued"),
         (["create", "v4-8", "more", "--tpu", "t", "--zone", "z"], "unrecognized arguments: more"),
+        (
+            ["create", "h100:8", "--tpu", "t", "--zone", "z"],
+            "h100:8 is not a TPU slice, and create and queue are for TPU",
+        ),
+        (["queue", "cpu:4", "--tpu", "t", "--zone", "z"], "cpu:4 is not a TPU slice"),
+        (["create", "2xv4-32", "--tpu", "a", "--zone", "z"], "2xv4-32 is 2 slices, but 1 TPU is named (a)"),
+        (["queue", "v4-32", "--tpu", "a,b", "--zone", "z"], "v4-32 is 1 slice, but 2 TPUs are named (a, b)"),
+        (["create", "v4-31", "--tpu", "a", "--zone", "z"], "unknown TPU slice 'v4-31'"),
         (["logs"], "expected: launch/pod.sh logs --tpu NAME --zone ZONE"),
         (["stop", "x.gin", "--tpu", "t", "--zone", "z"], "expected: launch/pod.sh stop --tpu NAME"),
     ],

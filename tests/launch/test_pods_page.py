@@ -63,6 +63,16 @@ def test_the_rehearsal_on_one_host_is_the_same_experiment_with_the_same_work_for
     assert (small.row_length, small.total_steps) == (large.row_length, large.total_steps)
 
 
+@pytest.mark.parametrize("bound", ["32\n", "%ROWS\nROWS = 32\n", "%BATCH_SIZE\nBATCH_SIZE = 32\n"])
+def test_a_batch_size_that_the_file_binds_itself_is_scaled(tmp_path, bound):
+    text = "from __gin__ import dynamic_registration\nfrom launch import experiment\ninclude 'gin/quickstart.gin'\n"
+    (file := tmp_path / "own.gin").write_text(f"{text}experiment.Experiment.batch_size = {bound}")
+    scaled = scaling.bindings(str(file), slice_name="v4-8", scale_from="v4-16")
+    built = loader.load(str(file), bindings=scaled, slice_name="v4-8").build()
+    assert (built.batch_size, built.task.num_streams) == (16, 8)
+    assert scaled[-1] == "NUM_STREAMS = 8"
+
+
 def test_rows_that_do_not_divide_are_refused_with_the_batch_sizes_that_do(capsys):
     words = ["report", "v5p-8", "gin/arrcoc/v5p_128.gin", "--scale-from", "v5p-128", "--gin", "BATCH_SIZE = 100"]
     assert command.main(words) != 0

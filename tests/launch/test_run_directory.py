@@ -1,5 +1,6 @@
 """A run directory belongs to one launch at a time; a run whose directory is gone ends with an error."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -53,6 +54,20 @@ def test_a_second_launch_is_refused_and_a_run_whose_directory_is_deleted_ends(go
     said, _ = running.communicate(timeout=60)
     assert running.returncode == exit_codes.RUN_DIRECTORY_LOST, said
     assert "run/lock.json is gone: the run directory was deleted, or its lock was removed to end this run" in said
+
+
+def test_a_missing_login_of_weights_and_biases_ends_a_start_before_any_device_is_touched(launch, tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    words = ["train", "gin/quickstart.gin", "--slice", "v4-8", "--run-dir", str(tmp_path / "run"), *BINDINGS]
+    project = ["--gin", "settings.Logging.wandb_project = 'renga'"]
+    said = launch(*words, *project, slice_name="v4-8", code=exit_codes.USER_ERROR)
+    assert "'renga': host 0 has no login of Weights & Biases: WANDB_API_KEY is not set" in said
+    assert "devices" not in said
+    assert not (tmp_path / "run" / "lock.json").exists()
 
 
 def test_a_check_says_that_a_run_is_training_there(tmp_path):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from core.checkpoints import copying, inspection, steps, store
+from core.checkpoints import best, copying, inspection, steps, store
 from core.errors import UserError
 from core.files import paths
 
@@ -107,6 +107,57 @@ def test_a_machine_without_the_checkpoints_gets_the_newest_back(run, tmp_path):
     assert copying.fetch_newest(fresh, place, say=said.append) is None
     assert copying.fetch_newest(str(run), place, say=said.append) is None
     assert said == []
+
+
+def save_evaluated(run, losses, *, after=lambda: None):
+    checkpoints = store.Checkpoints(str(run / "checkpoints"), keep=2, keep_best="validation/loss")
+    for step, loss in losses.items():
+        meta = best.described("validation/loss", {"validation/loss": loss})
+        state = {"params": {"w": jax.device_put(np.arange(9.0) + step)}}
+        checkpoints.save(step, state=state, data={"a": b"1"}, meta=meta)
+        checkpoints.wait()
+        after()
+    checkpoints.close()
+
+
+@pytest.mark.covers("C13")
+def test_the_best_step_is_kept_in_the_copy_as_in_the_run_and_copied_back(tmp_path):
+    run, place, said = tmp_path / "run", str(tmp_path / "kept"), []
+    copier = copying.Copying(str(run), place, keep=2, keep_best="validation/loss", say=said.append)
+    save_evaluated(run, {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 2.2}, after=copier.copy_newest)
+    assert intact(run) == intact(place) == [2, 4, 5]
+    assert steps.best_of(place) == 2
+    assert len(said) == 5
+    fresh = str(tmp_path / "fresh")
+    assert copying.fetch_newest(fresh, place, say=said.append) == 5
+    assert copying.fetch_best(fresh, place, "validation/loss", say=said.append) == 2
+    assert intact(fresh) == [2, 5]
+    assert copying.fetch_best(fresh, place, "validation/loss", say=said.append) is None
+    save_evaluated(run, {6: 0.5, 7: 0.7}, after=copier.copy_newest)
+    assert intact(place) == [6, 7]
+
+
+def test_a_best_step_that_was_passed_over_is_copied_later(tmp_path):
+    """Several steps were saved between two copies, or the metric was not asked for before."""
+    run, place = tmp_path / "run", str(tmp_path / "kept")
+    save_evaluated(run, {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 2.2})
+    copying.Copying(str(run), place, keep=2, say=print).copy_newest()
+    assert intact(place) == [5]
+    copying.Copying(str(run), place, keep=2, keep_best="validation/loss", say=print).copy_newest()
+    assert intact(place) == [2, 5]
+
+
+def test_a_damaged_copy_of_the_best_step_is_passed_over(tmp_path):
+    run, place, said = tmp_path / "run", tmp_path / "kept", []
+    copier = copying.Copying(str(run), str(place), keep=3, keep_best="validation/loss", say=print)
+    save_evaluated(run, {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 2.2}, after=copier.copy_newest)
+    damaged = max((place / "checkpoints" / "2" / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    fresh = str(tmp_path / "fresh")
+    assert copying.fetch_newest(fresh, str(place), say=said.append) == 5
+    assert copying.fetch_best(fresh, str(place), "validation/loss", say=said.append) == 3
+    assert [line.splitlines()[0].split(" (")[0] for line in said] == [f"warning: in {place}, step 2: DAMAGED"]
+    assert intact(fresh) == [3, 5]
 
 
 @pytest.mark.covers("C13")

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from core import extras
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.files import paths
 from core.training import metrics
 
@@ -162,9 +162,19 @@ def test_writing_loads_no_tensorflow(tmp_path):
 
 
 STAND_IN = """
-import json, types
+import json, os, types
+
+class Error(Exception): pass
+class CommError(Error): pass
+class AuthenticationError(CommError): pass
+class UsageError(Error): pass
+errors = types.SimpleNamespace(
+    Error=Error, CommError=CommError, AuthenticationError=AuthenticationError, UsageError=UsageError
+)
 
 def init(**arguments):
+    if kind := os.environ.get("FAILS_WITH"):
+        raise getattr(errors, kind)("no such key")
     def note(what, value):
         with open(arguments["dir"] + "/calls.jsonl", "a") as file:
             file.write(json.dumps([what, value]) + "\\n")
@@ -211,6 +221,65 @@ def test_a_run_in_a_bucket_cannot_be_logged_offline(monkeypatch):
     with pytest.raises(UserError, match="WANDB_MODE=offline keeps the records of renga in the run directory"):
         metrics.require_wandb("renga", run_dir="gs://bucket/runs/x")
     metrics.require_wandb("", run_dir="gs://bucket/runs/x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("UsageError", UserError), ("AuthenticationError", UserError), ("CommError", UnreachableError)],
+)
+def test_a_failed_start_of_weights_and_biases_says_whether_another_start_can_help(
+    tmp_path, wandb_stand_in, monkeypatch, kind, error
+):
+    monkeypatch.setenv("FAILS_WITH", kind)
+    with pytest.raises(
+        UserError, match=rf"'renga': wandb.init failed \({kind}: no such key\).* WANDB_API_KEY"
+    ) as raised:
+        metrics.WeightsAndBiases("renga", run_dir=str(tmp_path))
+    assert type(raised.value) is error
+
+
+@pytest.fixture
+def no_login(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_missing_login_of_weights_and_biases_is_refused(no_login):
+    (no_login / ".netrc").write_text("machine github.com login a password b\n")
+    says = rf"host 0 has no login .* {no_login}/\.netrc has no entry for api\.wandb\.ai.* set WANDB_API_KEY"
+    with pytest.raises(UserError, match=says):
+        metrics.require_wandb_login("renga")
+    metrics.require_wandb_login("")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"WANDB_API_KEY": "x"},
+        {"WANDB_IDENTITY_TOKEN_FILE": "x"},
+        *({"WANDB_MODE": mode} for mode in ("offline", "dryrun", "disabled")),
+        {"file": ".netrc", "text": "machine api.wandb.ai login user password x"},
+        {
+            "file": ".netrc",
+            "text": "machine wandb.here:8080 login user password x",
+            "WANDB_BASE_URL": "http://wandb.here:8080/",
+        },
+        {"file": "keys", "text": "machine api.wandb.ai login user password x", "NETRC": "~/keys"},
+        {"file": ".config/wandb/settings", "text": "[default]\nbase_url = http://wandb.here\n"},
+        {"file": "wandb/settings", "text": "[default]\nmode = offline\n"},
+    ],
+)
+def test_every_login_of_weights_and_biases_is_accepted(no_login, monkeypatch, given):
+    given = dict(given)
+    if file := given.pop("file", None):
+        (no_login / file).parent.mkdir(parents=True, exist_ok=True)
+        (no_login / file).write_text(given.pop("text") + "\n")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    metrics.require_wandb_login("renga")
 
 
 @pytest.mark.covers("O05")

@@ -127,6 +127,10 @@ def test_options_of_generation():
     options = lm_eval_tasks.generation_options
     assert options({"until": "\n"}) == {"until": ["\n"], "max_tokens": 256, "sampling": GREEDY}
     assert options({"temperature": 0.0, "do_sample": False})["sampling"] == GREEDY
+    assert options({"temperature": 0.0, "do_sample": True})["sampling"] == GREEDY
+    assert options({"temperature": 0.0})["sampling"] == options({"top_p": 0.5})["sampling"] == GREEDY
+    assert options({"temperature": 0.7, "top_p": 0})["sampling"] == Sampling(0.7, 0, 0.0)
+    assert options({"temperature": None, "do_sample": True, "top_k": None})["sampling"] == Sampling(1.0)
     drawn = options({"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
     assert drawn == {"until": [], "max_tokens": 7, "sampling": Sampling(0.5, 0, 0.9)}
     with pytest.raises(UserError, match="num_beams, penalty are not known here"):

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from launch import environment
+
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent.parent
 ON_HOSTS = tuple(f"launch/hosts/{name}" for name in ("on_host.sh", "host_output.py"))
@@ -50,7 +52,8 @@ def cloud(tmp_path, monkeypatch):
     (folder / "tpu.json").write_text(json.dumps(tpu))
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("GCLOUD_EMULATOR", str(folder))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in environment.SECRETS:
+        monkeypatch.delenv(name, raising=False)
     yield folder
     for note in folder.glob("worker_*/.renga/process"):
         pid = int(note.read_text().split()[0])

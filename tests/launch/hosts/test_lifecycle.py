@@ -226,9 +226,39 @@ def test_a_run_survives_a_reboot_of_its_host_until_it_ends_or_is_stopped(cloud, 
     assert on_host(cloud, "state") == "ended 130"
 
 
-def test_variables_of_a_host_survive_a_reboot():
-    script = (environment.WORKSPACE / "launch/hosts/on_host.sh").read_text()
-    assert f"for name in {' '.join(environment.SENT)} ${{!MEGASCALE_*}}; do" in script
+@pytest.mark.covers("L07")
+def test_a_start_after_a_reboot_has_the_variables_of_the_first(cloud, workspace, monkeypatch):
+    """Without the same secret, the other hosts would not let it join. Nobody else can read the secrets."""
+    secrets = {name: f"own {name}" for name in environment.SECRETS}
+    given = {name: f"value of {name}" for name in environment.SENT} | {"MEGASCALE_X": "1 2"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    pod = '#!/bin/bash\nenv >"$HOME/new" && mv "$HOME/new" "$HOME/env"\nwhile :; do sleep 0.05; done\n'
+    (workspace / "launch/pod.sh").write_text(pod)
+    command = ["v4-16", "gin/x.gin", "--restarts", "2"]
+    started = workstation.Run(command, "gs://b/run", [f"{name}={value}" for name, value in given.items()])
+    assert workstation.start([TPU], slice_=V4_16, run=started, workspace=workspace, dry_run=False) == 0
+    home = cloud / "worker_0"
+
+    def taken():
+        wait_until((home / "env").exists)
+        lines = dict(line.split("=", 1) for line in (home / "env").read_text().splitlines())
+        (home / "env").unlink()
+        return {name: lines.get(name) for name in (*secrets, *given, "RENGA_JOIN_SECRET")}
+
+    first = taken()
+    assert first == secrets | given | {"RENGA_JOIN_SECRET": first["RENGA_JOIN_SECRET"]}
+    assert len(first["RENGA_JOIN_SECRET"]) > 40
+    tpu_is(cloud, state="READY")  # every process dies
+    on_host(cloud, "after_reboot")
+    assert taken() == first
+    hidden = {*secrets.values(), first["RENGA_JOIN_SECRET"]}
+    texts = {path: path.read_text() for path in (home / ".renga").iterdir()}
+    (keeps,) = (path for path, text in texts.items() if any(secret in text for secret in hidden))
+    assert (keeps.name, keeps.stat().st_mode & 0o777) == ("command", 0o600)
+    assert keeps.parent.stat().st_mode & 0o777 == 0o700
+    on_host(cloud, "stop")
+    assert not keeps.exists()
 
 
 def test_a_run_that_ended_is_not_started_by_a_reboot(cloud, run):

@@ -254,3 +254,27 @@ def test_a_macro_of_one_s_own_that_the_optimizer_takes_counts(question):
 
     assert text(0.8) != text(0.7)
     assert '"DECAY = 0.8"' in text(0.8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "same"),
+    [
+        ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536", False),
+        ("XLA_FLAGS", "--xla_cpu_x=1 --xla_disable_hlo_passes=fusion", False),
+        ("XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_cpu_x=1 --xla_gpu_x=1 --xla_dump_to=/tmp/x", True),
+        ("XLA_FLAGS", "--xla_force_host_platform_device_count=8", True),
+        ("LIBTPU_INIT_ARGS", " ", True),
+    ],
+)
+def test_records_are_named_by_the_flags_that_the_compiler_of_the_slice_reads(question, monkeypatch, name, value, same):
+    def found():
+        texts = program_identity.program_text, program_identity.fingerprint
+        return [program_identity.layout_text(question.experiment)] + [
+            text(question.experiment, question.config) for text in texts
+        ]
+
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.delenv(variable, raising=False)
+    before = found()
+    monkeypatch.setenv(name, value)
+    assert [text == other for text, other in zip(before, found(), strict=True)] == [same] * 3

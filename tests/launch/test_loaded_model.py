@@ -1,0 +1,34 @@
+"""Without a slice, a model is laid out on one chip of those that JAX sees."""
+
+import types
+
+import jax
+import pytest
+
+from launch import loaded_model
+from models.decoder.transformer import Transformer
+from tasks import streams
+
+MODEL = Transformer(vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("v4-8", 1), ("v5p-8", 1), ("v5e-4", 1), ("v6e-4", 1), ("tpu7x-8", 2)])
+def test_a_program_without_a_slice_is_for_one_chip_of_the_kind_there_is(tpu_topology, monkeypatch, name, devices):
+    there = list(tpu_topology(name))
+    monkeypatch.setattr(jax, "devices", lambda: there)
+    slice_ = loaded_model.slice_of(None)
+    program = loaded_model.bound(MODEL, None, None, streams.batch_spec(slice_.devices, length=32))
+    used = program.partitioner.mesh.devices.flatten().tolist()
+    assert (slice_.chips, {device.device_kind for device in used}) == (1, {there[0].device_kind})
+    assert len(used) == len({device.id for device in used}) == devices
+
+
+def test_a_gpu_without_a_slice_is_used_alone(monkeypatch):
+    gpus = [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")] * 8
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    assert loaded_model.slice_of(None).name == "h200:1"
+    assert loaded_model.slice_of("h200:8").name == "h200:8"
+
+
+def test_a_cpu_without_a_slice_plays_one_chip():
+    assert loaded_model.slice_of(None).name == "v5e-1"
