@@ -5,7 +5,8 @@ from typing import Any
 
 from core import wrappers
 from launch import environment
-from launch.config.loader import Settings
+from launch.config import loader
+from launch.config.loader import LoadedConfig, Settings
 from launch.config.statements import Macro, Reference
 
 _INNER = "model"  # the parameter by which functions such as `lora.adapted` get a model
@@ -65,6 +66,24 @@ class Changes:
         if self._values.get(f"{self._home}.{field}") == Macro(macro):
             return [f"{macro} = {value}"]
         return ["from launch import experiment", f"experiment.Experiment.{field} = {value}"]
+
+
+def load(path: str, statements: Sequence[str], *, bindings: Sequence[str], slice_name: str) -> LoadedConfig:
+    """Loads an experiment with the user's bindings, then with statements that override them.
+
+    Bindings that the statements leave without effect, such as those of another strategy, are left out.
+
+    Args:
+      path: the experiment file.
+      statements: gin statements, as `Changes` writes them.
+      bindings: the user's.
+      slice_name: value for the macro SLICE.
+
+    Raises:
+      UserError: there is no such file, or there are mistakes.
+    """
+    changed = {"the change": file(statements, header=())}
+    return loader.load(path, bindings=bindings, slice_name=slice_name, after=changed)
 
 
 def file(statements: Sequence[str], *, header: Sequence[str]) -> str:

@@ -146,13 +146,14 @@ def load(
     root: str = ROOT,
     defaults: str = DEFAULTS,
     between: Mapping[str, str] = MappingProxyType({}),
+    after: Mapping[str, str] = MappingProxyType({}),
     trust: "Trust | None" = None,
     of_environment: bool = False,
 ) -> LoadedConfig:
     """Reads an experiment file and checks it.
 
     Later sources override earlier ones: the file with its includes, TPU_MESH_CONFIG, `between`, `bindings`,
-    `slice_name`.
+    `slice_name`, and `after`, which may leave `bindings` without effect.
 
     Args:
       path: the experiment file, relative to the working directory or the top of the workspace, or gs://.
@@ -161,7 +162,7 @@ def load(
       slice_name: value for the macro SLICE; None: it is not changed.
       root: full name of the constructor of the object to build.
       defaults: the file that declares the macros.
-      between: further gin texts, by their names in messages.
+      between, after: further gin texts, by their names in messages.
       trust: what the configuration of a run may name; None: the file is the user's own, and may name anything.
       of_environment: whether TPU_MESH_CONFIG also applies to a given `text`.
 
@@ -178,7 +179,7 @@ def load(
     folders = (folder, Path.cwd()) if trust is None else (Path.cwd(),)
     flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
     flags |= {"--slice": f"SLICE = {slice_name!r}"} if slice_name is not None else {}
-    for name, statements in {**between, **flags}.items():
+    for name, statements in {**between, **flags, **after}.items():
         reader.text(statements, name=name, folder=Path.cwd())
     spelling = _in_current_spelling(reader)
     names = Names(reader, folders=folders, trust=trust)

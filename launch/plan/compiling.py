@@ -20,7 +20,7 @@ from core.errors import UserError
 from core.hosts import tied_process
 from core.slices import GIB
 from launch import environment, program_identity
-from launch.config import loader
+from launch.config import changes
 from parallel.compiled import compiling, host_memory
 from parallel.compiled.hlo import messages
 from parallel.planning import compiled_records, records
@@ -36,6 +36,8 @@ class Job(NamedTuple):
     """One candidate to compile.
 
     Attributes:
+      bindings: the user's.
+      candidate: the gin statements that change the experiment to the candidate.
       program: `program_identity.layout_text` of the candidate.
       record: the file for its record.
     """
@@ -44,6 +46,7 @@ class Job(NamedTuple):
     experiment: str
     slice: str
     bindings: tuple[str, ...]
+    candidate: tuple[str, ...]
     program: str
     record: Path
 
@@ -125,30 +128,37 @@ def _record(ended: _Running) -> Record:
 def main(job_file: str) -> None:
     """Compiles the candidate that a job file describes, and writes its record."""
     job = json.loads(Path(job_file).read_text())
-    record = compile_one(job["experiment"], slice_name=job["slice"], bindings=job["bindings"], program=job["program"])
+    given = {"bindings": job["bindings"], "candidate": job["candidate"], "program": job["program"]}
+    record = compile_one(job["experiment"], slice_name=job["slice"], **given)
     records.write(Path(job["record"]), record.as_json())
 
 
-def compile_one(experiment_file: str, *, slice_name: str, bindings: Sequence[str], program: str) -> Record:
-    """Compiles one candidate in this process; its record is REFUSED if it cannot be built.
+def compile_one(
+    experiment_file: str, *, slice_name: str, bindings: Sequence[str], candidate: Sequence[str], program: str
+) -> Record:
+    """Compiles one candidate in this process; its record is REFUSED if its layout does not fit the slice.
 
     Args:
+      experiment_file: the experiment.
+      slice_name: the slice.
+      bindings: the user's.
+      candidate: the gin statements that change the experiment to the candidate.
       program: `program_identity.layout_text` of the candidate.
 
     Raises:
-      UserError: the bindings give another program, which must not be recorded as the candidate's.
+      UserError: the configuration has mistakes, or gives another program; neither must be recorded as the candidate's.
     """
+    experiment = changes.load(experiment_file, candidate, bindings=bindings, slice_name=slice_name).build()
+    if program_identity.layout_text(experiment) != program:
+        raise UserError(
+            f"{experiment_file}: not compiled, because its own bindings change the candidate to another program: "
+            f"expected what {'; '.join(candidate)} select"
+        )
     try:
-        experiment = loader.load(experiment_file, bindings=bindings, slice_name=slice_name).build()
         bound = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     except UserError as error:
         reason = " ".join(str(error).split())
         return Record(records.REFUSED, reason=reason, made_with=compiled_records.made_with())
-    if program_identity.layout_text(experiment) != program:
-        raise UserError(
-            f"{experiment_file}: not compiled, because its own bindings change the candidate to another program: "
-            f"expected what {'; '.join(bindings)} select"
-        )
     return compiled_records.record(bound)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -12,14 +13,19 @@ from core import slices, wrappers
 from core.errors import UserError
 from core.slices import Slice
 from launch import program_identity
-from launch.config import LoadedConfig, changes, loader
+from launch.config import LoadedConfig, Macro, Reference, changes, leaves, loader
 from launch.config.changes import Changes
+from launch.config.statements import expand, is_flag
 from launch.experiment import Experiment
+from parallel import strategies
+from parallel.pipeline import schedules
 from parallel.planning import candidates, model_trace, selection
 from parallel.planning.candidate_metrics import CandidateMetrics
 from parallel.planning.candidates import Candidate, Layout
 from parallel.planning.records import Record
 from parallel.planning.selection import JudgedCandidate
+
+_CHOSEN_BY_PLANS = (strategies.__name__, schedules.__name__)  # modules of the constructors of layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +101,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
     for size in set(batch_sizes) - {experiment.batch_size}:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
-            loader.load(path, bindings=[*bindings, *added], slice_name=slice_name).build()
+            changes.load(path, added, bindings=bindings, slice_name=slice_name).build()
         except UserError as error:  # too few steps for the experiment
             steps = total_steps(experiment, size)
             raise UserError(f"--batch-size {size}, {steps} steps for as many tokens: {error}") from error
@@ -110,7 +116,7 @@ def _require_bindable(
     layouts = (Layout("fsdp", (("fsdp", -1),)), Layout("data_parallel", (("data", -1),)))
     other = next(layout for layout in layouts if layout.strategy() != experiment.strategy)
     wanted = Candidate(other, None, 2 if experiment.accum_steps == 1 else 1, experiment.batch_size)
-    made = loader.load(path, bindings=[*bindings, *writer.bindings(wanted)], slice_name=slice_name).build()
+    made = changes.load(path, writer.bindings(wanted), bindings=bindings, slice_name=slice_name).build()
     if kept := [name for name in ("strategy", "accum_steps") if getattr(made, name) == getattr(experiment, name)]:
         raise PhaseSetsLayoutError(
             f"the phase sets {' and '.join(kept)} itself, so candidates cannot be bound: take it out of the phase for "
@@ -136,7 +142,13 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     )
     has_experts = any("expert" in axes.names for axes in jax.tree.leaves(trace.axes.params))
     has_long_rows = experiment.row_length >= candidates.LONG_ROW
-    layouts = candidates.layouts(question.slice, only=only, has_experts=has_experts, has_long_rows=has_long_rows)
+    layouts = candidates.layouts(
+        question.slice,
+        only=only,
+        given=_given(question.config),
+        has_experts=has_experts,
+        has_long_rows=has_long_rows,
+    )
     equal = [layout for layout in layouts if layout.strategy() == experiment.strategy]
     own: Sequence[Layout | None] = equal or ([] if only else [None])
     written = [
@@ -167,6 +179,25 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
         return Option(**{**vars(one), "is_as_written": is_as_written}, question=question, writer=writer)
 
     return sorted(map(option, judged), key=selection.rank)
+
+
+def _given(config: LoadedConfig) -> dict[str, dict[str, Any]]:
+    """Returns the arguments of strategies and schedules that flags give, by constructor and parameter.
+
+    A schedule is given by the name of its constructor; "" is one that a plan does not know.
+    """
+    macros = {binding.name: binding for binding in config.bindings if binding.is_macro}
+    found: dict[str, dict[str, Any]] = {}
+    for binding in config.bindings:
+        if binding.is_macro or binding.scope or binding.target.module not in _CHOSEN_BY_PLANS:
+            continue
+        of_macro = [macros[leaf.name] for leaf in leaves(binding.value) if isinstance(leaf, Macro)]
+        if any(is_flag(one.file) for one in (binding, *of_macro)):
+            value = expand(binding.value, macros)
+            if isinstance(value, Reference):
+                value = value.target.name if value.target.module == schedules.__name__ and not value.scope else ""
+            found.setdefault(binding.target.name, {})[binding.parameter] = value
+    return found
 
 
 def _is_as_written(experiment: Experiment, candidate: Candidate) -> bool:

@@ -175,9 +175,9 @@ class _Session:
             if record := self._known(one):
                 self._take(one, record)
             else:
-                bindings = (*self.question.bindings, *one.bindings)
-                program, path = program_identity.layout_text(one.made), self.store.path(one.text)
-                yield Job(one.name, self.question.path, self.question.slice.name, bindings, program, path)
+                asked, program = self.question, program_identity.layout_text(one.made)
+                path = self.store.path(one.text)
+                yield Job(one.name, asked.path, asked.slice.name, asked.bindings, one.bindings, program, path)
 
 
 def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse.Namespace) -> int:

@@ -8,8 +8,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeAlias
 
 from core import logical, wrappers
 from core.errors import UserError
@@ -27,6 +27,8 @@ LONG_ROW = 16_384  # positions
 _SAVING, _REPEATING = ("gpipe", "one_f_one_b"), ("circular", "interleaved")  # schedules by their arguments
 _REPEATS = (2, 4, 8)
 _MICROBATCHES_PER_STAGE = (1, 2, 4)
+
+Given: TypeAlias = Mapping[str, Mapping[str, Any]]  # by name of a constructor: arguments by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +56,20 @@ class Layout:
       degrees: pairs of a mesh axis (or `slices`) and its degree; -1 stands for all remaining devices.
       choice: the schedule of a pipeline; None for other strategies.
       ring: whether keys and values travel around a ring instead of being gathered.
+      given: pairs of another argument and the value that the user gave.
     """
 
     constructor: str
     degrees: tuple[tuple[str, int], ...]
     choice: Choice | None = None
     ring: bool = False
+    given: tuple[tuple[str, Any], ...] = ()
 
     @property
     def all_arguments(self) -> dict[str, Any]:
         """The arguments of the constructor but for `schedule`, defaults included."""
-        ring = {"ring": True} if self.ring else {}
-        found = _defaults(getattr(strategies, self.constructor)) | dict(self.degrees) | ring
+        more = {**dict(self.given), **({"ring": True} if self.ring else {})}
+        found = _defaults(getattr(strategies, self.constructor)) | dict(self.degrees) | more
         return {name: value for name, value in found.items() if name != "schedule"}
 
     def strategy(self) -> Strategy:
@@ -108,6 +112,7 @@ class Candidate:
         parts = [f"{layout.constructor if layout else 'as written'}: {mesh}".removesuffix(": ")]
         if layout and layout.ring:
             parts.append("keys in a ring")
+        parts += [f"{name} {value}" for name, value in (layout.given if layout else ())]
         if layout and layout.choice:
             given = dict(layout.choice.arguments)
             rounds = f" x {given['repeats']}" if "repeats" in given else ""
@@ -121,12 +126,18 @@ class Candidate:
 
 
 def layouts(
-    slice: Slice, *, only: Sequence[str] = (), has_experts: bool = True, has_long_rows: bool = False
+    slice: Slice,
+    *,
+    only: Sequence[str] = (),
+    given: Given = MappingProxyType({}),
+    has_experts: bool = True,
+    has_long_rows: bool = False,
 ) -> list[Layout]:
     """Returns the layouts to try on a slice, without duplicates.
 
     Args:
       only: names of constructors; empty for all.
+      given: arguments that the user gave; all layouts and schedules of these constructors have them.
       has_experts: if false, strategies that shard experts are tried only if named.
       has_long_rows: whether to also try `Layout.ring`.
 
@@ -137,10 +148,14 @@ def layouts(
     known = _known()
     found: dict[Any, Layout] = {}
     for name in only or sorted(known, key=lambda name: len(known[name])):  # of equal layouts the simplest is kept
-        for degrees in _degrees(known[name], slice):
-            rings = (False, True) if has_long_rows and _has_ring(name) else (False,)
-            for choice, ring in itertools.product(_choices(name, dict(degrees), slice), rings):
-                layout = Layout(name, degrees, choice, ring)
+        own = given.get(name, {})
+        others = tuple((key, own[key]) for key in own if key not in (*known[name], "ring", "schedule"))
+        for degrees in _degrees(known[name], slice, own):
+            rings = (
+                (own["ring"],) if "ring" in own else (False, True) if has_long_rows and _has_ring(name) else (False,)
+            )
+            for choice, ring in itertools.product(_choices(name, dict(degrees), slice, given), rings):
+                layout = Layout(name, degrees, choice, ring, others)
                 if not (has_experts or only) and layout.strategy().param_rules.get("expert"):
                     continue
                 found.setdefault(_what_it_is(layout.strategy(), slice), layout)
@@ -179,13 +194,16 @@ def _parameters(name: str) -> dict[str, int | None] | None:
     return degrees
 
 
-def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple[tuple[str, int], ...]]:
+def _degrees(
+    defaults: Mapping[str, int | None], slice: Slice, given: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, int], ...]]:
     if defaults.get("slices", 1) is None and slice.num_slices == 1:
         return  # a strategy for several slices
     divisors = [n for n in range(2, slice.devices_per_slice + 1) if slice.devices_per_slice % n == 0]
     if "slices" in defaults and slice.num_slices > 1:
         divisors.insert(0, 1)  # stages across slices need no axis within a slice
     fixed = {"slices": [slice.num_slices]} | {name: [-1] for name, default in defaults.items() if default == -1}
+    fixed |= {name: [given[name]] for name in defaults if name in given}
     options = [fixed.get(name, sorted({*divisors, *[1] * (default == 1)})) for name, default in defaults.items()]
     for values in itertools.product(*options):
         degrees = tuple(zip(defaults, values, strict=True))
@@ -194,7 +212,7 @@ def _degrees(defaults: Mapping[str, int | None], slice: Slice) -> Iterator[tuple
             yield degrees
 
 
-def _choices(name: str, degrees: Mapping[str, int], slice: Slice) -> Sequence[Choice | None]:
+def _choices(name: str, degrees: Mapping[str, int], slice: Slice, given: Given) -> Sequence[Choice | None]:
     if "schedule" not in inspect.signature(getattr(strategies, name)).parameters:
         return [None]
     stages = degrees.get("stage", 1) * (degrees.get("slices", 1) if slice.num_slices > 1 else 1)
@@ -204,10 +222,13 @@ def _choices(name: str, degrees: Mapping[str, int], slice: Slice) -> Sequence[Ch
     ]
     kinds += [(kind, {"repeats": repeats}) for kind in _REPEATING for repeats in _REPEATS]
     kinds += [("zero_bubble", {})]
-    return [
-        Choice(kind, tuple({"num_microbatches": count, **more}.items()))
+    chosen = given.get(name, {}).get("schedule")
+    found = [
+        Choice(kind, tuple({"num_microbatches": count, **more, **given.get(kind, {})}.items()))
         for count, (kind, more) in itertools.product(microbatches, kinds)
+        if chosen in (None, kind)
     ]
+    return list(dict.fromkeys(found))
 
 
 def _what_it_is(tables: Strategy, slice: Slice) -> Any:
@@ -222,7 +243,8 @@ def _what_it_is(tables: Strategy, slice: Slice) -> Any:
         )
 
     every = tables.param_rules, tables.activation_rules, tables.stored_optimizer_rules
-    return tuple(shape.items()), tuple(map(split, every)), tuple(tables.dcn_shape.items()), tables.pipeline
+    others = tuple(tables.dcn_shape.items()), tables.pipeline, tables.overlap_reduction
+    return tuple(shape.items()), tuple(map(split, every)), *others
 
 
 def remat_of(model: Model) -> str | None:

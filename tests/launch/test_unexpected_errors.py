@@ -124,7 +124,9 @@ def test_the_codes_are_the_same_once_a_run_has_joined(statement, code, says):
 
 VERDICTS = {
     "check": lambda: preflight.check("mine.gin", run_dir="runs/mine"),
-    "plan --compile": lambda: compiling.compile_one("mine.gin", slice_name="v4-8", bindings=(), program=""),
+    "plan --compile": lambda: compiling.compile_one(
+        "mine.gin", slice_name="v4-8", bindings=(), candidate=(), program=""
+    ),
     "report --strategies": lambda: compiled_report._compiled("mine.gin", "fsdp", (), "v4-8"),
 }
 

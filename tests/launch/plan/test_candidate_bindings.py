@@ -97,6 +97,16 @@ def test_degrees_of_the_file_do_not_remain():
     assert built.strategy.mesh_shape == {"fsdp": -1, "tensor": 2}
 
 
+def test_the_written_file_leaves_out_what_was_given_for_another_strategy(tmp_path):
+    given = ["strategies.fsdp.overlap_reduction = True"]
+    asked = search.ask("gin/quickstart_phases.gin", slice_name="v4-16", bindings=[*given, "PHASE = 2"])
+    writer = search.Writer(asked.config, asked.experiment)
+    file = tmp_path / "winner.gin"
+    file.write_text(writer.file(Candidate(Layout("tensor", (("tensor", 2),)), "full", 1, 8), []))
+    built = loader.load(asked.path, bindings=[*asked.bindings, f"include '{file}'"], slice_name="v4-16").build()
+    assert built.strategy.name == "tensor"
+
+
 def piped(schedule, **arguments):
     return Layout("pipeline", (("stage", 2), ("data", -1)), Choice(schedule, tuple(arguments.items())))
 

@@ -13,7 +13,7 @@ import pytest
 from core.errors import UserError
 from launch import program_identity
 from launch.config import loader
-from launch.plan import compiling
+from launch.plan import compiling, search
 from launch.plan.compiling import Job
 from parallel.planning import records
 
@@ -44,7 +44,7 @@ def command(tmp_path):
 
 
 def jobs(tmp_path, *names):
-    return iter([Job(name, "e.gin", "v4-8", (), "", tmp_path / f"{i}.json") for i, name in enumerate(names)])
+    return iter([Job(name, "e.gin", "v4-8", (), (), "", tmp_path / f"{i}.json") for i, name in enumerate(names)])
 
 
 def test_every_job_gives_its_record(tmp_path, command):
@@ -72,10 +72,61 @@ def test_a_worker_refuses_to_compile_another_program_than_the_candidate(monkeypa
     """Its record would be that of the candidate, for every experiment."""
     monkeypatch.setattr(compiling.compiled_records, "record", lambda bound: "compiled")
     experiment = loader.load("gin/quickstart.gin", slice_name="v4-8").build()
-    given = {"slice_name": "v4-8", "program": program_identity.layout_text(experiment)}
+    given = {"slice_name": "v4-8", "candidate": (), "program": program_identity.layout_text(experiment)}
     assert compiling.compile_one("gin/quickstart.gin", bindings=(), **given) == "compiled"
     with pytest.raises(UserError, match="change the candidate to another program"):
-        compiling.compile_one("gin/quickstart.gin", bindings=["strategies.fsdp.overlap_reduction = True"], **given)
+        compiling.compile_one("gin/quickstart.gin", bindings=[OVERLAPPED], **given)
+
+
+OVERLAPPED = "strategies.fsdp.overlap_reduction = True"
+GIVEN = {  # bindings of flags that have no effect beside the strategy of another candidate
+    "of its own strategy": [OVERLAPPED],
+    "of a schedule": [
+        "from parallel.pipeline import schedules",
+        "STRATEGY = @strategies.pipeline()",
+        "strategies.pipeline.stage = 2",
+        "strategies.pipeline.schedule = @schedules.gpipe()",
+        "schedules.gpipe.num_microbatches = 4",
+    ],
+    "of own tables": [
+        "STRATEGY = @strategies.override()",
+        "strategies.override.strategy = @strategies.fsdp_tensor()",
+        "strategies.fsdp_tensor.tensor = 2",
+        "strategies.override.param_rules = {'kv_heads': None}",
+    ],
+}
+
+
+@pytest.mark.parametrize("bindings", GIVEN.values(), ids=GIVEN)
+def test_a_binding_that_a_candidate_leaves_without_effect_does_not_refuse_it(monkeypatch, bindings):
+    monkeypatch.setattr(compiling.compiled_records, "record", lambda bound: "compiled")
+    asked = search.ask("gin/quickstart.gin", slice_name="v4-8", bindings=bindings)
+    first = {}
+    for one in search.options(asked):
+        if not one.reason:
+            first.setdefault(one.candidate.layout and one.candidate.layout.constructor, one)
+    assert len(first) > 3
+    for one in first.values():
+        compiled = compiling.compile_one(
+            asked.path,
+            slice_name="v4-8",
+            bindings=asked.bindings,
+            candidate=one.bindings,
+            program=program_identity.layout_text(one.made),
+        )
+        assert compiled == "compiled", one.name
+
+
+def test_a_configuration_with_mistakes_gives_no_record():
+    """It says nothing about the program, whose record every experiment would find."""
+    with pytest.raises(UserError, match=r"strategies\.tensor\.tensor has no effect"):
+        compiling.compile_one(
+            "gin/quickstart.gin",
+            slice_name="v4-8",
+            bindings=["strategies.tensor.tensor = 2"],
+            candidate=(),
+            program="",
+        )
 
 
 @pytest.mark.parametrize(("room", "begins"), [(1, "+-+-+-"), (2, "++")])
@@ -124,7 +175,7 @@ def test_the_end_of_a_plan_ends_its_workers_and_keeps_what_is_done(tmp_path, com
     compiling.max_concurrent = lambda: 2
     folder = pathlib.Path({str(tmp_path)!r})
     names = ["quick", "sleep {pid}"]
-    jobs = iter([Job(n, "e.gin", "v4-8", (), "", folder / f"{{i}}.json") for i, n in enumerate(names)])
+    jobs = iter([Job(n, "e.gin", "v4-8", (), (), "", folder / f"{{i}}.json") for i, n in enumerate(names)])
     try:
         for _, record in compiling.compile_all(jobs, wanted=lambda: 9, command={command!r}):
             print("done", record.reason, flush=True)

@@ -125,6 +125,92 @@ def test_own_tables_are_tried_as_they_are(question):
     assert any(one.is_as_written for one in own)
 
 
+OVERLAPPED = "strategies.fsdp.overlap_reduction = True"
+
+
+def constructors(found):
+    return {one.candidate.layout.constructor for one in found if one.candidate.layout}
+
+
+def test_a_parameter_of_a_strategy_given_by_flag_applies_to_the_layouts_of_that_strategy(question, options):
+    asked = search.ask(question.path, slice_name=question.slice.name, bindings=[OVERLAPPED])
+    found = search.options(asked)
+    assert constructors(found) == constructors(options)
+    for one in found:
+        overlaps = one.candidate.layout.strategy().overlap_reduction
+        assert overlaps == (one.candidate.layout.constructor == "fsdp"), one.name
+        assert overlaps == ("overlap_reduction True" in one.name)
+    (written,) = [one for one in found if one.is_as_written]
+    assert written.candidate.layout.constructor == "fsdp"
+    assert not written.reason
+    assert len({(one.name, one.candidate.batch_size) for one in found}) == len(found)
+
+
+def test_a_layout_has_another_key_with_a_given_parameter_and_its_own_without(question, options):
+    asked = search.ask(question.path, slice_name=question.slice.name, bindings=[OVERLAPPED])
+    before = {one.name: one.text for one in options}
+    after = {one.name: one.text for one in search.options(asked)}
+    same = before.keys() & after.keys()
+    assert all(before[name] == after[name] for name in same)
+    assert not {before[name] for name in before.keys() - same} & {after[name] for name in after.keys() - same} - {""}
+    assert {name.partition(":")[0] for name in after.keys() - same} >= {"fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("bindings", "is_right"),
+    [
+        (
+            ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 2"],
+            lambda layout: layout.constructor != "fsdp_tensor" or dict(layout.degrees)["tensor"] == 2,
+        ),
+        (
+            ["STRATEGY = @strategies.context()", "strategies.context.sequence = 2", "strategies.context.ring = True"],
+            lambda layout: layout.ring == (layout.constructor == "context"),
+        ),
+        (
+            [
+                "from parallel.pipeline import schedules",
+                "STRATEGY = @strategies.pipeline()",
+                "strategies.pipeline.stage = 2",
+                "strategies.pipeline.schedule = @schedules.gpipe()",
+                "schedules.gpipe.num_microbatches = %NUM_STREAMS",
+            ],
+            lambda layout: (
+                layout.choice is None
+                or (layout.choice.constructor == "gpipe" and layout.choice.schedule().num_microbatches == 8)
+                or (layout.choice.constructor != "gpipe" and layout.constructor != "pipeline")
+            ),
+        ),
+    ],
+    ids=["degree", "ring", "schedule"],
+)
+def test_given_parameters_are_those_of_every_layout_that_has_them(question, bindings, is_right):
+    asked = search.ask(question.path, slice_name=question.slice.name, bindings=[*bindings, "NUM_STREAMS = 8"])
+    found = search.options(asked)
+    assert all(is_right(one.candidate.layout) for one in found)
+    (written,) = [one for one in found if one.is_as_written]
+    assert written.candidate.layout.strategy() == asked.experiment.strategy
+    assert {"fsdp", "tensor", written.candidate.layout.constructor} <= constructors(found)
+
+
+def test_a_schedule_that_a_plan_cannot_try_is_tried_as_written(tmp_path):
+    (tmp_path / "own_schedule.py").write_text(
+        "from parallel.pipeline import schedules\n\n\n"
+        "def small() -> schedules.Schedule:\n    return schedules.gpipe(num_microbatches=4)\n"
+    )
+    file = tmp_path / "mine.gin"
+    lines = ("from __gin__ import dynamic_registration", "import own_schedule", "include 'gin/quickstart.gin'")
+    file.write_text("\n".join(lines))
+    bindings = [
+        "STRATEGY = @strategies.pipeline()",
+        "strategies.pipeline.stage = 2",
+        "strategies.pipeline.schedule = @own_schedule.small()",
+    ]
+    found = search.options(search.ask(str(file), slice_name="v4-8", bindings=bindings))
+    assert "pipeline" not in constructors(found)
+    assert [one.candidate.layout for one in found if one.is_as_written] == [None]
+
+
 @pytest.mark.slow
 def test_another_model_has_its_own_choices():
     asked = search.ask("gin/trm/suite.gin", slice_name="v4-64", bindings=["DATA = 'x'"])

@@ -188,7 +188,7 @@ def test_missing_candidates_are_compiled_until_enough_fit(arguments, filled, opt
     assert "failed: " in said
     assert len(started) > 1
     assert not {job.name for job in started} & {one.name for one in filled}
-    assert all(job.bindings for job in started)
+    assert all(job.candidate for job in started)
 
 
 def test_a_plan_without_records_and_without_compiling(arguments, cache, capsys):
