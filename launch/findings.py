@@ -8,7 +8,6 @@ from core.errors import Problem
 from launch import terminal
 
 LAYOUT = "layout"  # name of the finding that says whether model, batch and strategy fit the slice
-OF_PHASE = " of phase "  # between the name of a finding and the number of a later phase
 
 
 class Finding(NamedTuple):
@@ -19,12 +18,14 @@ class Finding(NamedTuple):
       ok: whether it passed.
       detail: the result, as text or as a `Problem`.
       is_note: whether it is only information, or could not be checked.
+      phase: number of the phase that was checked; None if the name is enough.
     """
 
     name: str
     ok: bool
     detail: str | Problem
     is_note: bool = False
+    phase: int | None = None
 
     @classmethod
     def failed(cls, name: str, error: Exception) -> Self:
@@ -35,7 +36,12 @@ class Finding(NamedTuple):
     @property
     def is_layout(self) -> bool:
         """Whether it is the check of the layout, in any phase."""
-        return self.name.partition(OF_PHASE)[0] == LAYOUT
+        return self.name == LAYOUT
+
+    @property
+    def title(self) -> str:
+        """The name, with the phase if there is one."""
+        return self.name if self.phase is None else f"{self.name} of phase {self.phase}"
 
     @property
     def verdict(self) -> str:
@@ -48,13 +54,13 @@ def merge(by_host: Sequence[Sequence[Finding]]) -> list[Finding]:
 
     If only some hosts have a finding, its detail begins with their numbers.
     """
-    names = list(dict.fromkeys(finding.name for findings in by_host for finding in findings))
+    titles = list(dict.fromkeys(finding.title for findings in by_host for finding in findings))
     merged = []
-    for name in names:
+    for title in titles:
         said: dict[Finding, list[int]] = {}
         for host, findings in enumerate(by_host):
             for finding in findings:
-                if finding.name == name:
+                if finding.title == title:
                     said.setdefault(finding, []).append(host)
         for finding, hosts in said.items():
             whose = "" if len(hosts) == len(by_host) else f"host {', '.join(map(str, hosts))}: "
@@ -75,7 +81,7 @@ def is_ready(findings: Iterable[Finding]) -> bool:
 
 def table(findings: Sequence[Finding]) -> str:
     """Formats findings as a table that ends with READY or NOT READY."""
-    width = max((len(finding.name) for finding in findings), default=0)
+    width = max((len(finding.title) for finding in findings), default=0)
     indent = "\n" + " " * (width + 8)
     lines = []
     for finding in findings:
@@ -83,7 +89,7 @@ def table(findings: Sequence[Finding]) -> str:
         if isinstance(text, Problem) and text.fix:
             text = f"{text.without_fix}\nfix: {text.fix}"
         text = terminal.wrapped(text, margin=width + 8)
-        lines.append(f"{finding.verdict:<5} {finding.name:<{width}}  {text}".replace("\n", indent))
+        lines.append(f"{finding.verdict:<5} {finding.title:<{width}}  {text}".replace("\n", indent))
     failed = sum(not finding.ok for finding in findings)
     lines.append("READY" if not failed else f"NOT READY: {failed} of {len(findings)} checks failed")
     return "\n".join(lines)

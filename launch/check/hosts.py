@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import functools
 import json
 import os
 import subprocess
@@ -96,31 +95,25 @@ def all_hosts(config: LoadedConfig, host: Host, own: Sequence[Finding], *, run_d
         distributed.require_shared(run_dir, is_host_zero=host.is_zero)
         return [Finding("run directory", True, f"{run_dir}: every host sees what host 0 writes")]
 
-    def collectives(part: Experiment) -> list[Finding]:
-        return links(part.bind(jax.devices()).partitioner.mesh, host)
-
-    def memory(part: Experiment, name: str) -> list[Finding]:
-        return [hbm(config, part, limit_bytes=limit)._replace(name=name)]
-
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    checks: dict[str, Callable[[], list[Finding]]] = {
-        "clocks": lambda: [cluster.check_clocks()],
-        "run directory": shared,
-    }
+    found = [*own, *_attempt("clocks", lambda: [cluster.check_clocks()]), *_attempt("run directory", shared)]
     for span in spans:
-        own_part, of = span.experiment, f" of phase {span.number}" if span.count > 1 else ""
-        checks |= {
-            f"data on hosts{of}": functools.partial(
-                preflight.data, own_part, smoked=False, hosts="here", name=f"data on hosts{of}"
-            ),
-            f"collectives{of}": functools.partial(collectives, own_part),
-        }
-        if slices.get(own_part.slice).is_tpu:  # predictions are for TPUs alone
-            checks[f"HBM{of}"] = functools.partial(memory, own_part, f"HBM{of}")
-    found = [*own, *(finding for name, check in checks.items() for finding in _attempt(name, check))]
+        of_phase = _of_phase(config, span.experiment, host)
+        phase = span.number if span.count > 1 else None
+        found += [one for name, check in of_phase.items() for one in _attempt(name, check, phase=phase)]
     activity.at("findings of all hosts")
     every = distributed.all_gather_text("check/findings", to_json(found))
     return merge([from_json(text) for text in every])
+
+
+def _of_phase(config: LoadedConfig, part: Experiment, host: Host) -> dict[str, Callable[[], list[Finding]]]:
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "data on hosts": lambda: preflight.data(part, smoked=False, hosts="here", name="data on hosts"),
+        "collectives": lambda: links(part.bind(jax.devices()).partitioner.mesh, host),
+    }
+    if slices.get(part.slice).is_tpu:  # predictions are for TPUs alone
+        checks["HBM"] = lambda: [hbm(config, part, limit_bytes=limit)]
+    return checks
 
 
 def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None) -> Finding:
@@ -168,14 +161,15 @@ def links(mesh: Mesh, host: Host) -> list[Finding]:
     return found or [Finding("collectives", True, "one chip: none")]
 
 
-def _attempt(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
-    activity.at(name)
+def _attempt(name: str, look: Callable[[], list[Finding]], *, phase: int | None = None) -> list[Finding]:
+    activity.at(name if phase is None else f"{name} of phase {phase}")
     try:
-        return look()
+        found = look()
     except (UserError, TimeoutError, RuntimeError) as error:
-        return [Finding.failed(name, error)]
+        found = [Finding.failed(name, error)]
     except Exception as error:  # files, buckets and libraries fail with types of their own
-        return [Finding(name, False, f"{type(error).__name__}: {error}")]
+        found = [Finding(name, False, f"{type(error).__name__}: {error}")]
+    return [finding._replace(phase=phase) for finding in found]
 
 
 def on_simulated_hosts(args: argparse.Namespace, slice_: slices.Slice) -> list[Finding]:

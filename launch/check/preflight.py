@@ -19,7 +19,7 @@ from launch import environment, terminal
 from launch.check import chip_memory
 from launch.config import LoadedConfig, loader
 from launch.experiment import Experiment, Span, padding
-from launch.findings import LAYOUT, OF_PHASE, Finding, is_ready
+from launch.findings import LAYOUT, Finding, is_ready
 from launch.hosts import workstation
 from launch.runs import continuation, prepared_run, smoke, warm_start
 from parallel import mesh, strategy
@@ -127,8 +127,8 @@ def _phase(span: Span, findings: list[Finding], *, smoked: bool, hosts: Hosts) -
     found += read
     if is_ready(read) and not smoked and hosts not in _AWAY:
         found += [Finding("data", False, problem) for problem in span.repeats()]
-    of = f"{OF_PHASE}{span.number}" if span.number > 1 else ""
-    findings += [finding._replace(name=finding.name + of) for finding in found]
+    phase = span.number if span.number > 1 else None
+    findings += [finding._replace(phase=phase) for finding in found]
     return bound
 
 
@@ -136,7 +136,7 @@ def require(path: str, **options: Any) -> Checked:
     """Returns the result of `check`; raises UserError if a check failed."""
     checked = check(path, **options)
     if not checked.ok:
-        raise UserError("\n".join(f"{f.name}: {f.detail}" for f in checked.findings if not f.ok))
+        raise UserError("\n".join(f"{f.title}: {f.detail}" for f in checked.findings if not f.ok))
     return checked
 
 

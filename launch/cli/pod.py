@@ -257,7 +257,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
     checked = _checked(args, slice_, run_directory=run_directory, hosts=where)
     for finding in checked.findings:
         if finding.is_note:
-            print(f"# {finding.name}: {finding.detail}")
+            print(f"# {finding.title}: {finding.detail}")
     # A local directory with this name is not the one on the hosts.
     is_shared = not args.dry_run and paths.is_remote(run_directory)
     if is_shared and _is_finished(args, checked, run_directory, is_elsewhere=True):

@@ -230,6 +230,14 @@ def test_rows_of_all_hosts_become_one_table():
     assert again[2].detail.fix == "mend it"
 
 
+def test_findings_of_two_phases_are_two_rows():
+    layouts = [Finding("layout", True, "fits"), Finding("layout", False, "does not divide", phase=2)]
+    merged = findings.merge([layouts, layouts])
+    assert merged == layouts
+    assert findings.from_json(findings.to_json(merged)) == layouts
+    assert "ok    layout             fits\nFAIL  layout of phase 2  does not divide" in findings.table(merged)
+
+
 def test_hbm_is_that_of_the_record(monkeypatch):
     from launch import predictions
     from launch.config import loader

@@ -105,10 +105,11 @@ def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "is_note"), [(["layout"], True), (["layout", "layout of phase 2"], True), (["layout", "data"], False)]
+    ("failed", "is_note"),
+    [([("layout", None)], True), ([("layout", None), ("layout", 2)], True), ([("layout", None), ("data", 2)], False)],
 )
-def test_a_layout_that_does_not_fit_in_any_phase_is_a_note(monkeypatch, names, is_note):
-    found = [Finding(name, False, "does not divide") for name in names]
+def test_a_layout_that_does_not_fit_in_any_phase_is_a_note(monkeypatch, failed, is_note):
+    found = [Finding(name, False, "does not divide", phase=phase) for name, phase in failed]
     monkeypatch.setattr(
         short_runs, "_check", lambda *_, **__: (found, Finding("strategy tensor", False, "exit code 2"))
     )

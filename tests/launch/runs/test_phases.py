@@ -217,11 +217,11 @@ def test_the_check_before_a_start_covers_every_phase(tmp_path):
     found = preflight.check(
         "gin/quickstart.gin", bindings=[*TINY, *PHASES, *wrong], slice_name="v4-16", run_dir=str(tmp_path)
     ).findings
-    names = {finding.name: finding for finding in found}
-    assert names["layout of phase 2"].ok
-    assert names["memory of phase 2"].ok
-    assert not names["layout of phase 3"].ok
-    assert "12" in names["layout of phase 3"].detail
+    named = {(finding.name, finding.phase): finding for finding in found}
+    assert named["layout", 2].ok
+    assert named["memory", 2].ok
+    assert not named["layout", 3].ok
+    assert "12" in named["layout", 3].detail
 
 
 @pytest.mark.slow
