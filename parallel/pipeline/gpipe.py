@@ -37,7 +37,7 @@ def forward(schedule: Schedule, stage: Stage, ys: Traveling) -> tuple[Traveling,
     def work(kept: Any, at: Turn, y: Traveling) -> tuple[Traveling, Any]:
         return one_stage.forward(stage, at, y, kept, at.order)
 
-    return _sweep(schedule, stage, work, ys, one_stage.empty_saved(stage, first, places=schedule.turns), toward=1)
+    return _sweep(schedule, stage, work, ys, one_stage.empty_saved(stage, first), toward=1)
 
 
 def backward(schedule: Schedule, stage: Stage, kept: Any, dys: Traveling) -> tuple[Traveling, Any]:

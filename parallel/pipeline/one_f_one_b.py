@@ -155,7 +155,7 @@ class OnePass(NamedTuple):
 def _start(schedule: OneFOneB, stage: Stage, _: None, xs: Stream) -> Flow:
     first = jax.tree.map(lambda a: a[0], xs)
     one_stage.check_microbatch(stage, first)
-    saved = one_stage.empty_saved(stage, first, places=schedule.kept(jax.lax.axis_size(STAGE)))
+    saved = one_stage.empty_saved(stage, first)
     nothing = Traveling(jax.tree.map(lambda a: jnp.zeros_like(a[0]), xs), stage.fn.zero_sums())
     deferred = one_stage.empty_deferred(stage, first)
     return _over_stages(Flow(nothing, nothing, xs, saved, deferred, one_stage.zero_grads(stage)))

@@ -98,6 +98,10 @@ class Schedule:
         """Returns the largest number of forward passes whose values a stage holds."""
         return max(self.places(stages)) + 1
 
+    def allocated(self, stages: int) -> int:
+        """Returns the number of places that a stage allocates for saved values; bubbles write the last one."""
+        return self.kept(stages) + 1
+
     def places(self, stages: int) -> list[int]:
         """Returns the place in memory of the saved values of each forward pass."""
         last = self.starts(stages)["B"] + stages - 1

@@ -247,10 +247,10 @@ def backward(
       grads: summed so far.
     """
     saving, side = stage.residuals(dy.x), stage.side(at)
-    if stage.schedule.save == "stage":  # the layers run again first, and save in place 0 what `remat` names
+    if stage.schedule.save == "stage":  # the layers run again first, and save what `remat` names
         start = Traveling(take_tree(kept, 0, place), stage.fn.zero_sums())
         place = jnp.zeros_like(place)
-        kept = _run(stage, at, start, saving, _allocate(stage, saving.shapes, stage.depth, 2), place)[1]
+        kept = _run(stage, at, start, saving, _allocate(stage, saving.shapes, stage.depth, 1), place)[1]
 
     def run(kind: Kind, layer: Layer, saved: Any, dy: Traveling) -> tuple[Any, Stream]:
         return saving.backward(kind, layer, saved, side, tuple(dy))
@@ -354,17 +354,18 @@ def _if(condition: jax.Array | bool, yes: Any, no: Any) -> Any:
     return yes if condition is True else jax.tree.map(functools.partial(jnp.where, condition), yes, no)
 
 
-def empty_saved(stage: Stage, x: Stream, *, places: int) -> Any:
-    """Allocates arrays for what `places` turns save; () if no backward pass follows.
+def empty_saved(stage: Stage, x: Stream) -> Any:
+    """Allocates arrays for what turns save; () if no backward pass follows.
 
-    Leaves are [k, places + 1, ...] with `save="layers"`, and [1, places + 1, b, ...] with `save="stage"`. Bubbles write
-    the last place.
+    Leaves are [k, places, ...] with `save="layers"`, and [1, places, b, ...] with `save="stage"`, with the places of
+    `Schedule.allocated`.
     """
     if stage.trained is None:
         return ()
+    places = stage.schedule.allocated(jax.lax.axis_size(STAGE))
     if stage.schedule.save == "stage":
-        return _allocate(stage, x, 1, places + 1)
-    return _allocate(stage, stage.residuals(x).shapes, stage.depth, places + 1)
+        return _allocate(stage, x, 1, places)
+    return _allocate(stage, stage.residuals(x).shapes, stage.depth, places)
 
 
 def _allocate(stage: Stage, like: Any, layers: int, places: int) -> Any:

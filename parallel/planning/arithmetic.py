@@ -67,7 +67,7 @@ def estimate(sharded: ShardedState, step: Step) -> Estimate:
     work, schedule = _work(sharded, step), sharded.tables.pipeline
     idle = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
     bubble = idle + (1 - idle) * (1 - 1 / sharded.padding)  # layers of padding compute nothing of use
-    on_host = _on_host(sharded, work, step.batch_size / step.accum_steps) * _in_flight(sharded)
+    on_host = _on_host(sharded, work, step.batch_size / step.accum_steps) * _held_share(sharded)
     return Estimate(_hbm(sharded, step, work), _time(sharded, step, work), bubble, on_host)
 
 
@@ -131,10 +131,13 @@ def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, flo
     return work.flops * rows * products, work.kernel_flops * rows * kernels
 
 
-def _in_flight(sharded: ShardedState) -> float:
-    """Returns the largest share of a batch whose saved values a stage holds at a time."""
+def _held_share(sharded: ShardedState) -> float:
+    """Returns the share of a batch for which a stage allocates what layers save."""
     schedule = sharded.tables.pipeline
-    return schedule.kept(sharded.shape["stage"]) / schedule.turns if schedule else 1.0
+    if schedule is None:
+        return 1.0
+    places = 1 if schedule.save == "stage" else schedule.allocated(sharded.shape["stage"])
+    return places / schedule.turns
 
 
 def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
@@ -170,15 +173,13 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
         return sum(_kept_bytes(sharded, k, rows, gathers_again=again) for k in saved), others
     stages = sharded.shape["stage"]
     share = sharded.padding / stages / schedule.turns  # of one pass of a microbatch in what the batch saves
-    kept = sum(_kept_bytes(sharded, k, rows) for k in work.of_loops if not k.on_host) * share
-    total = kept * schedule.kept(stages)
-    if (
-        schedule.save == "stage"
-    ):  # the input of a stage, the largest that a layer saves; all for one microbatch at a time
+    of_layers = sum(_kept_bytes(sharded, k, rows) for k in work.of_loops if not k.on_host)
+    total = of_layers * sharded.padding / stages * _held_share(sharded)
+    if schedule.save == "stage":  # the inputs of a stage, the largest that a layer saves
         unit = schedule.layer_unit(stages)
         layers = next((leaf.shape[0] for leaf, of in sharded.params if of.names[:1] == ("layers",)), 1)
         inputs = max((_kept_bytes(sharded, k, rows) for k in _full(sharded.trace).of_loops), default=0.0) * share
-        total = inputs * schedule.kept(stages) / (schedules.padded(layers, unit) // unit) + kept
+        total += inputs * schedule.allocated(stages) / (schedules.padded(layers, unit) // unit)
     if "W" in schedule.starts(stages):
         total += _waiting(sharded, rows) * share * stages
     return total, others
