@@ -114,15 +114,18 @@ def compile_together(run: Run, first_step: int) -> tuple[TrainStep, StatisticsSt
 class Session:
     """One start of a run on this host, or of one of its phases."""
 
-    def __init__(self, run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook] = ()):
+    def __init__(
+        self, run: Run, *, lock: run_lock.RunLock | None = None, also: Sequence[Hook] = (), continues: bool = False
+    ):
         """Creates the session of a prepared run.
 
         Args:
           run: the run.
           lock: the lock of the run directory; None on hosts that do not hold it.
           also: hooks that run after the standard ones.
+          continues: whether this start has trained the phase before.
         """
-        self._run, self._lock, self._also = run, lock, also
+        self._run, self._lock, self._also, self._continues = run, lock, also, continues
 
     def run(self) -> dict[str, float]:
         """Trains from the newest checkpoint, if there is one, to the last step.
@@ -263,9 +266,7 @@ class Session:
         if run.is_last:
             used.insert(1, hooks.NoteEnding(run.last_step))
         if run.host.is_zero:
-            told = {"first_step": self._first_step, "last_step": run.last_step, "every": settings.logging.log_interval}
-            write = self._writers.scalars
-            used.append(goodput.Goodput(run.run_dir, **told, started=run.started, write=write, say=lines.note))
+            used.append(self._goodput())
         if (every := settings.health.replica_check_interval) and run.program.partitioner.mesh.size > 1:
             from core.training import replicas
 
@@ -285,6 +286,19 @@ class Session:
         if self._lock:
             used.append(run_lock.HoldsLock(self._lock))
         return used
+
+    def _goodput(self) -> goodput.Goodput:
+        run = self._run
+        return goodput.Goodput(
+            run.run_dir,
+            first_step=self._first_step,
+            last_step=run.last_step if run.is_last else None,
+            every=run.experiment.logging.log_interval,
+            write=self._writers.scalars,
+            say=self._lines.note,
+            started=run.started,
+            continues=self._continues,
+        )
 
     def _logging(self) -> list[Hook]:
         run, writers, lines, predictions = self._run, self._writers, self._lines, self._predictions

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from core import versions
-from core.checkpoints import steps
+from core.checkpoints import copying, steps
 from core.checkpoints.warm_start import GivenParameters
 from core.errors import UserError, check_integer
 from core.files import paths
@@ -22,15 +22,14 @@ from launch import loaded_model
 from launch import settings as settings_groups
 from launch.experiment import Experiment
 from launch.experiments import evaluate, saved_run
-from launch.hosts import machine
-from launch.hosts.cluster import Host
+from launch.hosts import cluster, machine
 from launch.loaded_model import LoadedModel
 from launch.runs import continuation, prepared_run, train
 from launch.runs.progress import Waiting
 from parallel.strategy import Strategy
 
 _OWN = ("slice", "total_steps")  # fields of an experiment that follow from the devices and from `fit`
-_ALONE = Host(0, 1, simulated=False)
+_OF_WATCHDOG = {field.name for field in dataclasses.fields(settings_groups.Health)} - {"replica_check_interval"}
 
 
 class Trainer:
@@ -74,7 +73,12 @@ class Trainer:
         self._held: tuple[str, LoadedModel] | None = None  # the last one that was loaded, by its folder
         self._given = None if isinstance(init_from, str) else GivenParameters(init_from)
         fields = {field.name for field in dataclasses.fields(Experiment)}
-        known = (fields | settings_groups.HOMES.keys()) - {*_OWN, *settings_groups.GROUPS}
+        known = (fields | settings_groups.HOMES.keys()) - {*_OWN, *_OF_WATCHDOG, *settings_groups.GROUPS}
+        for name in sorted(settings.keys() & _OF_WATCHDOG):
+            raise UserError(
+                f"Trainer: {name} = {settings[name]!r}: nothing watches a process of Trainer for hangs, so it has no "
+                "such limit. Leave it out, or train with a gin file and launch/run train"
+            )
         for name in sorted(set(settings) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
@@ -96,18 +100,22 @@ class Trainer:
     def fit(self, steps: int) -> dict[str, float]:
         """Trains from the newest checkpoint, or from the start, to a total of `steps` steps.
 
-        The last step is saved. Nothing is trained if that many steps are done already. After an interruption, the same
-        call continues from the newest checkpoint.
+        A later checkpoint of `checkpoint_mirror` is copied to the run directory first. The last step is saved. Nothing
+        is trained if that many steps are done already. After an interruption, the same call continues from the newest
+        checkpoint.
 
         Returns:
           The last validation means, such as `validation/loss`; empty without `eval_batches`.
 
         Raises:
-          UserError: `steps`, the layout, the data or the run directory cannot be used.
+          UserError: `steps`, the layout, the data, the run directory or the mirror cannot be used.
           NonFiniteLossError: the loss or its gradient was not finite, and `non_finite` ends the run.
+          DivergedError: copies of an array on several devices differ, at a multiple of `replica_check_interval`.
         """
         check_integer(steps, where="steps", least=1)
         self._held = None  # its parameters would take memory of the devices
+        if place := self._experiment.checkpointing.checkpoint_mirror:
+            copying.check_place(self.run_dir, place, hosts=1)
         experiment = self._on_devices(total_steps=max(steps, self._experiment.total_steps))
         experiment.require_trainable()
         with contextlib.ExitStack() as stack:
@@ -116,7 +124,7 @@ class Trainer:
             stack.enter_context(lock.explaining())
             stack.enter_context(Waiting())
             prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.monotonic())
-            return train.run_phases(experiment.spans(), prepare, self.run_dir, last_step=steps, lock=lock)
+            return train.run_alone(experiment, prepare, self.run_dir, last_step=steps, lock=lock)
 
     def evaluate(self, *, rows: int | Literal["all"] | None = None, step: int | None = None) -> dict[str, float]:
         """Computes the mean metrics of a checkpoint on held-out rows, and saves them.
@@ -195,7 +203,7 @@ class Trainer:
             revision=versions.git_revision(),
             run_dir=self.run_dir,
             last_step=last_step,
-            host=_ALONE,
+            host=cluster.ALONE,
             started=started,
             given=self._given,
         )

@@ -1,19 +1,26 @@
 """Base class of tasks whose rows are drawn independently."""
 
 import abc
+import dataclasses
+import enum
+import functools
 import hashlib
 import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from core import identity
 from core.batches import BatchSpec
 from core.errors import UserError
 from core.types import Batches, DataLayout, Task
 from tasks import streams
 
 _TRAIN, _VALIDATION = 0, 1
+# Values whose `repr` has all of them, and is the same in every process.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, np.dtype, np.generic, pathlib.PurePath)
 
 
 class SampledTask(Task, abc.ABC):
@@ -52,10 +59,11 @@ class SampledTask(Task, abc.ABC):
         return []
 
     def describe(self) -> str:
-        return repr(self)
+        return _told(self)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        """Returns a hash of the task's fields; of its attributes if it is no dataclass."""
+        return hashlib.sha256(_told(self).encode()).hexdigest()[:16]
 
     def _batches(self, layout: DataLayout, key: tuple[int, int]) -> Batches:
         spec = self.spec(layout.batch_size)
@@ -66,6 +74,32 @@ class SampledTask(Task, abc.ABC):
             open_stream=lambda index, rows: _SampledStream(self, spec, (*key, index), rows),
             identity={"source": self.fingerprint(), "split": key[0], "seed": key[1]},
         )
+
+
+def _told(value: Any) -> str:
+    """Returns a text that has all of a value, the same in every process.
+
+    Of plain values, and dataclasses and collections of them, it is their `repr`, whose hash is in earlier checkpoints.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if type(value) is list:
+        return f"[{', '.join(map(_told, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(_told, value))}{',' * (len(value) == 1)})"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_told(key)}: {_told(item)}' for key, item in value.items())}}}"
+    if dataclasses.is_dataclass(value):  # a field that is no argument and not shown follows from the others
+        names = [field.name for field in dataclasses.fields(value) if field.init or field.repr]
+    elif isinstance(value, SampledTask):
+        names = [name for name in sorted(vars(value)) if not _is_cached(value, name)]
+    else:
+        return identity.text(value)
+    return f"{type(value).__qualname__}({', '.join(f'{name}={_told(getattr(value, name))}' for name in names)})"
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
 
 
 class _SampledStream:

@@ -41,8 +41,23 @@ _MOST_CHARACTERS = 1000  # limit on a host's reason to end: a verdict lists thos
 _MOST_STACK_CHARACTERS, _MOST_STACKS = 16_000, 8
 _ANSWER_SECONDS = failure_diagnosis.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
 
+_INTACT = "Earlier checkpoints are intact; see docs/reference/messages.md."
+
 _watch: _Watch | None = None
 _on_verdict: Callable[[Verdict], None] | None = None
+
+
+class DivergedError(RuntimeError):
+    """Copies of an array on the devices of this process differ."""
+
+    exit_code = exit_codes.DIVERGED
+    ends_without_save = True
+    says_all = True
+
+    def __init__(self, step: int, names: Sequence[str]):
+        """Takes the step after which they differed, and the names of the arrays."""
+        listed = ", ".join(units.shortened(names, most=3))
+        super().__init__(f"after step {step}, copies on the devices of this process differ: {listed}. {_INTACT}")
 
 
 def start(roll: Roll | None, *, limits: Limits) -> None:
@@ -105,9 +120,13 @@ def compare(step: int, numbers: Numbers) -> None:
     """Reports fingerprints of this host's replicated arrays after a step; differences between hosts end the run.
 
     `numbers` has, by the name of an array, the fingerprint of each copy on this host.
+
+    Raises DivergedError if this process is not monitored and its own copies differ.
     """
     if _watch is not None:
         _watch.tell({"compared": step, "numbers": {name: list(held) for name, held in numbers.items()}})
+    elif differing := [name for name, held in numbers.items() if len(set(held)) > 1]:
+        raise DivergedError(step, differing)
 
 
 class _Watch(threading.Thread):
@@ -342,7 +361,7 @@ def _hang_up(link: socket.socket) -> None:
 
 def _advice(verdict: Verdict, index: int) -> str:
     if verdict.code == exit_codes.DIVERGED:
-        return "Earlier checkpoints are intact; see docs/reference/messages.md."
+        return _INTACT
     return "" if index in verdict.hosts else "Read the end of its log."
 
 

@@ -1,7 +1,8 @@
 """Measures the goodput of a run over all its starts, and finds the slowest host.
 
 Goodput is the fraction of the time since a run first started that was spent in useful steps. `RUN/sessions.jsonl` has
-one line per start (session). The time between a start that reached its last step and the next start is not counted.
+one line per start (session). The time between a start that reached the run's last step and the next start is not
+counted.
 
 Hosts that train together have about the same step time, because each waits for the slowest. They differ in their own
 work and their wait for data.
@@ -111,20 +112,23 @@ class Goodput(Hook):
         run_dir: str,
         *,
         first_step: int,
-        last_step: int,
+        last_step: int | None,
         every: int,
         write: Callable[[int, dict[str, float]], None],
         say: Callable[[str], None],
         started: float | None = None,
+        continues: bool = False,
     ):
         """Reads the sessions of earlier starts.
 
         Args:
           first_step: step of the restored checkpoint; 0 for none.
+          last_step: last step of the run; None: another phase follows.
           every: `write` is called at the steps that are multiples of this.
           write: receives the step and `{"goodput": share}`.
           say: receives a sentence about the goodput.
           started: when this start began, by `time.monotonic`; None: when the process began.
+          continues: whether this start has trained the phase before, so that the last session goes on.
         """
         self._run_dir = run_dir
         self._last_step, self._every = last_step, every
@@ -136,11 +140,14 @@ class Goodput(Hook):
             earlier.lose(after=first_step)
         age = process_seconds() if started is None else time.monotonic() - started
         now = time.time()
-        self._since_1970 = now - time.monotonic()  # fixed, because the time of day may be set while the run trains
-        self._own = Session(now - age, now, first_step, first_step)
-        self._sessions.append(self._own)
+        continues = continues and bool(self._sessions)
+        if not continues:
+            self._sessions.append(Session(now - age, now, first_step, first_step))
+        self._own = self._sessions[-1]
+        # Fixed, because the time of day may be set while the run trains.
+        self._since_1970 = self._own.started + age - time.monotonic()
         self._is_first, self._wrote_at = True, 0.0
-        if len(self._sessions) > 1:
+        if len(self._sessions) > 1 and not continues:
             self._say(f"{sentence(self._sessions)}; continues from step {first_step}")
         self._keep()
 
@@ -158,7 +165,7 @@ class Goodput(Hook):
             self._keep()
 
     def close(self) -> None:
-        self._own.finished = self._own.last_step >= self._last_step
+        self._own.finished = self._last_step is not None and self._own.last_step >= self._last_step
         self._own.seen = self._since_1970 + time.monotonic()
         self._keep()
         self._say(sentence(self._sessions))

@@ -65,6 +65,7 @@ DASHBOARD = {
 }
 
 VALIDATION = "validation/"  # begins the names of an evaluation's metrics
+_TRAINED_STEP = "trained_step"  # the horizontal axis of charts in Weights & Biases
 _SECONDS_BETWEEN_COPIES = 30.0  # limits the rate of writes to a bucket
 
 
@@ -116,7 +117,7 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
 
     Args:
       first_step: step of the checkpoint from which the run resumes; 0: it starts. Of repeated steps, TensorBoard and
-        `read` show the later records, Weights & Biases the earlier.
+        `read` show the later records, Weights & Biases both.
       wandb_project: a project of Weights & Biases; "": do not use it.
     """
     if not is_host_zero:
@@ -298,10 +299,13 @@ class WeightsAndBiases:
                 f"settings.Logging.wandb_project = {project!r}: wandb.init failed ({type(error).__name__}: {error}). "
                 "Check WANDB_API_KEY or `wandb login` and the project, or set WANDB_MODE=offline or disabled"
             ) from error
+        self._run.define_metric(_TRAINED_STEP)
+        self._run.define_metric("*", step_metric=_TRAINED_STEP)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records named numbers of one step."""
-        self._run.log({name: float(value) for name, value in values.items()}, step=step)
+        # Without the library's `step`, because it drops numbers of steps before its newest.
+        self._run.log({**{name: float(value) for name, value in values.items()}, _TRAINED_STEP: step})
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Adds a text to the configuration of the run."""

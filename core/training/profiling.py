@@ -16,7 +16,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -72,7 +72,8 @@ class Requests:
         self._request_seconds = _BUCKET_SECONDS if paths.is_remote(folder) else _LOCAL_SECONDS
         self._last_step = last_step
         self._steps: collections.deque[tuple[int, float]] = collections.deque(maxlen=11)
-        self._seen = ""
+        # Left by an earlier run of this process. With several hosts, it may be the first of this run.
+        self._seen = _planned(distributed.posted(_FOLDER)).get("id", "") if distributed.process_count() == 1 else ""
         self._late_by = 0
         self._waiting: Window | None = None
         self._open: dict[str, Any] = {}  # host 0: the current request, until all hosts have written their profiles
@@ -123,7 +124,7 @@ class Requests:
         if distributed.is_host_zero():
             self._look_for_request()
         posted = distributed.posted(_FOLDER)
-        plan = json.loads(posted.get("window", "{}"))
+        plan = _planned(posted)
         if plan and plan["id"] != self._seen:
             self._seen, self._waiting = plan["id"], Window(plan["first_step"], plan["last_step"])
         if self._open:
@@ -166,6 +167,11 @@ class Requests:
 
     def _say(self, answer: dict[str, Any]) -> None:
         paths.write_text_atomically(self._answer, json.dumps(answer) + "\n")
+
+
+def _planned(posted: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the last window that host 0 has posted; {} without one."""
+    return json.loads(posted.get("window", "{}"))
 
 
 class Asks(Protocol):

@@ -52,8 +52,8 @@ class StepReport(NamedTuple):
       step: its number; the first is 1.
       metrics: scalar metrics.
       sums: metrics as sums with weights, which may be 0.
-      seconds: time since the previous step, without the hooks' work at a boundary.
-      input_wait_seconds: how long the host waited for the batch.
+      seconds: time since the previous report, without the hooks' work at a boundary.
+      input_wait_seconds: how long, in `seconds`, the host waited for batches, usually that of the next step.
       device_seconds: how long, in `seconds`, the host dispatched steps and waited for their results.
     """
 
@@ -123,14 +123,13 @@ class DeviceBatches(Protocol):
 class _Dispatched(NamedTuple):
     step: int
     metrics: Metrics
-    input_wait_seconds: float
 
 
 class _Reader:
     def __init__(self, hooks: Sequence[Hook]):
         self._hooks = hooks
         self._finished_at = time.perf_counter()
-        self._device_seconds = 0.0
+        self._device_seconds = self._input_wait_seconds = 0.0
         self.activity = activity.COMPILING  # until the first step is read: the hosts compile at different speeds
 
     @contextlib.contextmanager
@@ -139,6 +138,9 @@ class _Reader:
         with activity.enter(self.activity):
             yield
         self._device_seconds += time.perf_counter() - began
+
+    def waited_for_input(self, seconds: float) -> None:
+        self._input_wait_seconds += seconds
 
     def wait(self, dispatched: _Dispatched) -> dict[str, Any]:
         with self.with_devices(), jax.profiler.TraceAnnotation(WAITING):
@@ -157,10 +159,10 @@ class _Reader:
             _numbers(found),
             sums,
             seconds,
-            dispatched.input_wait_seconds,
+            self._input_wait_seconds,
             min(self._device_seconds, seconds),
         )
-        self._finished_at, self._device_seconds = now, 0.0
+        self._finished_at, self._device_seconds, self._input_wait_seconds = now, 0.0, 0.0
         with jax.profiler.TraceAnnotation(HOOKS):
             for hook in self._hooks:
                 hook.after_step(report)
@@ -225,6 +227,7 @@ class _Loop:
     def _dispatch(self, step: int, reader: _Reader) -> _Dispatched:
         with activity.enter(activity.READING), jax.profiler.TraceAnnotation(INPUT):
             batch = next(self._batches)
+        reader.waited_for_input(self._batches.input_wait_seconds)
         self._is_between_steps = False
         statistics = self._statistics
         train_step = statistics.run if statistics and step % statistics.interval == 0 else self._train_step
@@ -233,7 +236,7 @@ class _Loop:
             self._state, metrics = train_step(self._state, batch)
         self._step, self._is_between_steps = step, True
         interrupt.trained(step)
-        self._last = _Dispatched(step, metrics, self._batches.input_wait_seconds)
+        self._last = _Dispatched(step, metrics)
         return self._last
 
     def close(self, error: BaseException | None) -> None:

@@ -47,6 +47,9 @@ class Host:
         return f"host {self.index} of {self.count}"
 
 
+ALONE = Host(0, 1, simulated=False)
+
+
 def limits(health: Health) -> Limits:
     """Returns the time limits of a run's health checks."""
     return health.limits(USUAL_LIMITS if environment.read("RENGA_SIMULATE") else ON_TPU)

@@ -162,16 +162,42 @@ def run_phases(
       PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
     """
     validation: dict[str, float] = {}
+    continues = False
     with contextlib.suppress(EarlierPhaseError):
         if ended := _unevaluated(spans, run_dir):
             validation = Session(prepare(ended), lock=lock).run()
+            continues = True
     while (span := _next(spans, run_dir, last_step)).first_step < last_step:
         with contextlib.suppress(EarlierPhaseError):  # trains the previous phase again
-            validation = Session(prepare(span), lock=lock).run()
+            validation = Session(prepare(span), lock=lock, continues=continues).run()
+            continues = True
             if last_step <= span.last_step:
                 return validation
     print(f"note: step {span.first_step} is already done: train for more steps, or use another run directory")
     return validation
+
+
+def run_alone(
+    experiment: Experiment,
+    prepare: Callable[[Span], prepared_run.Run],
+    run_dir: str,
+    *,
+    last_step: int,
+    lock: RunLock,
+) -> dict[str, float]:
+    """Copies a later step of the mirror back, then trains as `run_phases` does, in a process that joined no others.
+
+    Args:
+      prepare: prepares a phase of the experiment.
+      last_step: the step at which to stop.
+      lock: the lock of the run directory.
+
+    Raises:
+      UserError: the mirror cannot hold the copies of this run.
+      PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
+    """
+    _fetch_copy(experiment, run_dir, cluster.ALONE)
+    return run_phases(experiment.spans(), prepare, run_dir, last_step=last_step, lock=lock)
 
 
 def _unevaluated(spans: Sequence[Span], run_dir: str) -> Span | None:

@@ -17,7 +17,8 @@ import pytest
 import renga
 from core.checkpoints import steps
 from core.errors import UserError
-from core.training import goodput
+from core.hosts.heartbeat import DivergedError
+from core.training import goodput, replicas
 from core.training.run_lock import RunLock
 from launch.phases import Phase
 
@@ -104,6 +105,11 @@ def trainer(run_dir, **changes):
         ({"run_dir": ""}, "run_dir = '': expected a local path or gs://"),
         ({"eval_batchs": 2}, "unknown setting 'eval_batchs': did you mean 'eval_batches'?"),
         ({"slice": "v4-8"}, "unknown setting 'slice'"),
+        ({"step_limit_seconds": 5.0}, "step_limit_seconds = 5.0: nothing watches a process of Trainer"),
+        ({"compile_limit_seconds": 5.0}, "compile_limit_seconds = 5.0: nothing watches a process of Trainer"),
+        ({"heartbeat_timeout_seconds": None}, "heartbeat_timeout_seconds = None: nothing watches a process of"),
+        ({"apart_limit_seconds": 5.0}, "apart_limit_seconds = 5.0: nothing watches a process of Trainer"),
+        ({"watchdog": "end"}, "watchdog = 'end': nothing watches a process of Trainer"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, changes, said):
@@ -191,6 +197,38 @@ def test_with_phases_a_run_may_stop_in_the_first_and_is_scored_on_the_last(tmp_p
     assert steps.complete(steps.folder_of(str(tmp_path))) == [1, 2, 3]
     assert phased.evaluate()["loss"] == pytest.approx(loss)
     assert phased.fit(1) == {}  # done already
+    assert [(one.first_step, one.last_step) for one in goodput.read(str(tmp_path))] == [(0, 1), (1, 2), (2, 3)]
+    trainer(tmp_path / "at_once", batch_size=16, phases=(Phase(after=2, batch_size=32),)).fit(3)
+    (start,) = goodput.read(str(tmp_path / "at_once"))
+    assert (start.first_step, start.last_step, start.finished) == (0, 3, True)
+
+
+def test_on_another_machine_a_run_continues_from_its_mirror(tmp_path, capsys):
+    """Without the copy, it would begin anew, and the first save would remove the later steps of the mirror."""
+    mirror = str(tmp_path / "mirror")
+    trainer(tmp_path / "first", checkpoint_mirror=mirror).fit(2)
+    trainer(tmp_path / "fresh", checkpoint_mirror=mirror).fit(3)
+    assert f"checkpoint 2 was copied back from {mirror}" in capsys.readouterr().out
+    for place in ("fresh", "mirror"):
+        assert steps.complete(tmp_path / place / "checkpoints") == [2, 3]
+    trainer(tmp_path / "other", seed=1).fit(1)
+    with pytest.raises(UserError, match="has checkpoints of another run than"):
+        trainer(tmp_path / "other", checkpoint_mirror=mirror).fit(2)
+
+
+def test_a_mirror_that_cannot_be_used_is_refused_before_a_device_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(renga.trainer.machine, "of_this_process", lambda: pytest.fail("a device was used"))
+    with pytest.raises(UserError, match="checkpoints are copied from a local run directory to another place"):
+        trainer(tmp_path / "run", checkpoint_mirror=str(tmp_path / "run")).fit(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_copies_that_differ_end_the_training_without_a_checkpoint_of_them(tmp_path, monkeypatch):
+    numbers = iter([[7, 7], [7, 8]])
+    monkeypatch.setattr(replicas.Replicas, "hash", lambda *_: lambda: {"params/w": next(numbers)})
+    with pytest.raises(DivergedError, match=r"^after step 4, copies .* differ: params/w"):
+        trainer(tmp_path, replica_check_interval=2, checkpoint_interval=3).fit(9)
+    assert steps.complete(tmp_path / "checkpoints") == [3]
 
 
 class Failing(Points):

@@ -398,6 +398,16 @@ works_on()
     assert seconds < 6
 
 
+@pytest.mark.covers("X07")
+def test_a_process_that_nothing_watches_compares_its_own_copies():
+    heartbeat.compare(20, {"params/w": [7, 7], "params/v": [9]})
+    with pytest.raises(
+        heartbeat.DivergedError, match=r"^after step 40, copies on the devices of this process differ: params/w\. "
+    ) as e:
+        heartbeat.compare(40, {"params/w": [7, 7, 8], "params/v": [9]})
+    assert (e.value.exit_code, e.value.ends_without_save) == (exit_codes.DIVERGED, True)
+
+
 def test_hosts_that_end_together_cause_no_verdict(run_hosts):
     story = """
 activity.at(activity.ENDING)

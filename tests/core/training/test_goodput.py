@@ -40,8 +40,8 @@ class Run:
         self.folder, self.clock, self.last_step = folder, clock, last_step
         self.said, self.scalars = [], {}
 
-    def start(self, first_step, steps, *, seconds=10.0, waits=0.0, killed=False):
-        bounds = {"first_step": first_step, "last_step": self.last_step, "every": 1}
+    def start(self, first_step, steps, *, seconds=10.0, waits=0.0, killed=False, continues=False):
+        bounds = {"first_step": first_step, "last_step": self.last_step, "every": 1, "continues": continues}
         write = lambda step, values: self.scalars.update({step: values["goodput"]})  # noqa: E731
         hook = goodput.Goodput(str(self.folder), **bounds, write=write, say=self.said.append)
         for step in steps:
@@ -110,13 +110,32 @@ def test_a_time_of_day_that_is_set_back_between_starts_counts_both(tmp_path, clo
     assert run.share == pytest.approx(80 / 100)
 
 
-def test_phases_of_one_process_count_once(tmp_path, clock, monkeypatch):
-    run = Run(tmp_path, clock, last_step=5)
+@pytest.mark.parametrize("by", [0, -86400, 86400])
+def test_phases_of_one_process_are_one_start(tmp_path, clock, monkeypatch, by):
+    run = Run(tmp_path, clock, last_step=None)
     run.start(0, range(1, 6))
+    clock.set(by)
     run.last_step = 10
     monkeypatch.setattr(goodput, "process_seconds", lambda: 50.0)
-    run.start(5, range(6, 11))
+    run.start(5, range(6, 11), continues=True)
     assert run.share == pytest.approx(80 / 100)
+    assert run.said == ["goodput 80.0 % over 1 start"] * 2
+    (session,) = goodput.read(str(tmp_path))
+    assert (session.first_step, session.last_step, session.lost_steps, session.finished) == (0, 10, 0, True)
+
+
+def test_a_machine_that_is_lost_between_phases_was_down(tmp_path, clock):
+    run = Run(tmp_path, clock, last_step=None)
+    run.start(0, range(1, 6))
+    clock(900)
+    run.last_step = 10
+    run.start(5, range(6, 11))
+    assert run.share == pytest.approx(80 / 1000)
+
+
+def test_a_phase_continues_where_nothing_could_be_written_before(tmp_path, clock):
+    Run(tmp_path, clock).start(5, range(6, 11), continues=True)
+    assert [session.last_step for session in goodput.read(str(tmp_path))] == [10]
 
 
 def test_a_truncated_line_loses_only_that_session(tmp_path, clock):

@@ -179,9 +179,18 @@ def init(**arguments):
         with open(arguments["dir"] + "/calls.jsonl", "a") as file:
             file.write(json.dumps([what, value]) + "\\n")
     note("init", arguments)
+    newest = 0
+    def log(values, step=None):
+        nonlocal newest
+        newest = newest + 1 if step is None else max(newest, step)
+        if step is None or step == newest:  # the package drops values of an earlier step
+            note("log", values)
     config = types.SimpleNamespace(update=lambda values, allow_val_change: note("config", values))
     return types.SimpleNamespace(
-        log=lambda values, step: note("log", [step, values]), config=config, finish=lambda: note("finish", None)
+        log=log,
+        define_metric=lambda name, step_metric=None: note("axis", [name, step_metric]),
+        config=config,
+        finish=lambda: note("finish", None),
     )
 """
 
@@ -202,6 +211,7 @@ def test_weights_and_biases_gets_what_tensorboard_gets_from_host_zero(tmp_path, 
     for is_host_zero in (True, False):
         writers = metrics.open_writers(str(run_dir), is_host_zero=is_host_zero, wandb_project="renga")
         writers.scalars(7, {"loss": 2.5})
+        writers.scalars(4, {"checkpoint/bytes": 3.0})  # of a save that is complete some steps later
         writers.text("config", "LR = 1")
         writers.flush()
         writers.close()
@@ -209,7 +219,14 @@ def test_weights_and_biases_gets_what_tensorboard_gets_from_host_zero(tmp_path, 
     (began, begin), *rest = lines(run_dir / "calls.jsonl")
     assert (began, begin["project"], begin["name"], begin["resume"]) == ("init", "renga", "gin/first", "allow")
     assert len(begin["id"]) == 16
-    assert rest == [["log", [7, {"loss": 2.5}]], ["config", {"config": "LR = 1"}], ["finish", None]]
+    assert rest == [
+        ["axis", ["trained_step", None]],
+        ["axis", ["*", "trained_step"]],
+        ["log", {"loss": 2.5, "trained_step": 7}],
+        ["log", {"checkpoint/bytes": 3.0, "trained_step": 4}],
+        ["config", {"config": "LR = 1"}],
+        ["finish", None],
+    ]
     assert (run_dir / "metrics.jsonl").exists()
     metrics.open_writers(str(run_dir), is_host_zero=True, wandb_project="renga").close()
     again = [said for what, said in lines(run_dir / "calls.jsonl") if what == "init"]

@@ -232,6 +232,24 @@ def test_a_request_is_taken_traced_once_and_answered(tmp_path, quick):
     assert (answer(tmp_path)["id"], answer(tmp_path)["state"]) == ("two", "written")
 
 
+@pytest.mark.covers("O01")
+def test_a_window_of_an_earlier_run_of_the_process_is_not_traced(tmp_path, quick, monkeypatch):
+    """As in a notebook, whose first run was interrupted before the window."""
+    monkeypatch.setattr(profiling, "_CLOSING_SECONDS", 0.1)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    first = Loop(tmp_path / "first")
+    request(tmp_path / "first", "of the first", steps=100_000)
+    first.until(lambda _: answer(tmp_path / "first"))
+    first.requests.close()
+    second = Loop(tmp_path / "second")
+    second.step = answer(tmp_path / "first")["first_step"]  # inside the window
+    assert not any(second.turn() for _ in range(20))
+    request(tmp_path / "second", "of the second", steps=3)
+    assert second.until(lambda asked: asked).first_step == answer(tmp_path / "second")["first_step"]
+    second.requests.close()
+
+
 def test_a_host_that_learns_of_a_window_late_reports_it(tmp_path, quick):
     loop = Loop(tmp_path)
     request(tmp_path, "late", steps=50)
