@@ -236,7 +236,8 @@ class LoadedModel:
           is_chat: see `encoded`.
           slots: least number of slots of the KV cache; None: as many as needed.
           images: the image files of each prompt; empty: no prompt has images.
-          on_tokens: called with the new id of each prompt of the batch, None after its end; True ends the batch early.
+          on_tokens: called with the new id of each prompt of the batch, None after its end or before it begins; True
+            ends the batch early.
 
         Raises:
           UserError: the model cannot continue a prompt.
@@ -451,7 +452,7 @@ def vocabulary_of(folder: str, *, vocab_size: int) -> Any:
 
 
 def slice_of(name: str | None) -> slices.Slice:
-    """Returns a slice by its name; None: one chip of those that JAX sees, as which a CPU device plays one of v5e."""
+    """Returns a slice by its name; None: one chip of those that JAX sees; a CPU device stands for one of v5e."""
     first = None if name else jax.devices()[0]
     if first is None or first.platform == "cpu":
         return slices.get(name or _SIMULATED_CHIP)

@@ -77,9 +77,10 @@ class SampledTask(Task, abc.ABC):
 
 
 def _told(value: Any) -> str:
-    """Returns a text that has all of a value, the same in every process.
+    """Returns a text that tells a value from others, and is the same in every process.
 
-    Of plain values, and dataclasses and collections of them, it is their `repr`, whose hash is in earlier checkpoints.
+    Of plain values, and lists, tuples, dictionaries and most dataclasses of them, it is their `repr`, whose hash is in
+    earlier checkpoints.
     """
     if isinstance(value, _PLAIN):
         return repr(value)
@@ -89,13 +90,32 @@ def _told(value: Any) -> str:
         return f"({', '.join(map(_told, value))}{',' * (len(value) == 1)})"
     if type(value) is dict:
         return f"{{{', '.join(f'{_told(key)}: {_told(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__}({_told(dict(value))})"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(map(_told, value)))})"
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return f"array({value.shape}, {_told(value.tolist())})"
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):
+        return f"{type(value).__name__}({', '.join(f'{name}={_told(getattr(value, name))}' for name in fields)})"
     if dataclasses.is_dataclass(value):  # a field that is no argument and not shown follows from the others
         names = [field.name for field in dataclasses.fields(value) if field.init or field.repr]
     elif isinstance(value, SampledTask):
         names = [name for name in sorted(vars(value)) if not _is_cached(value, name)]
-    else:
+    elif _has_parts(value):
         return identity.text(value)
+    else:  # such as a range or a date
+        return repr(value)
     return f"{type(value).__qualname__}({', '.join(f'{name}={_told(getattr(value, name))}' for name in names)})"
+
+
+def _has_parts(value: Any) -> bool:
+    """Returns whether `core.identity` finds what a value consists of: its entries, code or attributes."""
+    if callable(value) or hasattr(value, "__array__") or getattr(value, "__dict__", None):
+        return True
+    kinds = type(value).__mro__
+    is_bare = hasattr(value, "__dict__") and not any("__repr__" in vars(kind) for kind in kinds[:-1])
+    return is_bare or any(getattr(kind, "__slots__", ()) for kind in kinds)
 
 
 def _is_cached(value: Any, name: str) -> bool:

@@ -199,13 +199,13 @@ class Copying:
         if self._copied == saved:
             return
         there = steps.complete(self._target)
-        best_one = self._metric.best(self._values(self._source)) if self._metric else None
-        kept = dict.fromkeys((newest, newest if best_one is None else best_one))
-        missing = [step for step in kept if not self._is_copy(step, there)]
+        values = {**self._values(self._target), **self._values(self._source)}
+        best_one = self._metric.best(values) if self._metric else None
+        kept = [step for step in steps.complete(self._source) if step in (newest, best_one)]
+        missing = [step for step in sorted(kept, reverse=True) if not self._is_copy(step, there)]
         if not all([self._copy(step) for step in missing]):
             return  # the run has removed a step, because there are newer or better ones
-        if missing:
-            self._remove_old({*there, *missing}, newest)
+        self._remove_old({*there, *missing}, newest)
         self._copied = saved
 
     def _values(self, folder: paths.Path) -> dict[int, float]:

@@ -42,7 +42,9 @@ ENDINGS: dict[int, Ending] = {
     RUN_DIRECTORY_LOST: Ending(
         "the run directory was deleted, or taken over by another launch, during the run; host 0 says which", False
     ),
-    UNREACHABLE: Ending("a bucket (gs://) cannot be reached from this machine; the message gives the reason", True),
+    UNREACHABLE: Ending(
+        "a bucket (gs://), or Weights & Biases, cannot be reached from this machine; the message gives the reason", True
+    ),
     INTERRUPTED: Ending(
         "stopped by Ctrl-C: a run saved a checkpoint, unless Ctrl-C came twice or it had trained no step; the same "
         "command resumes",

@@ -41,7 +41,7 @@ _MOST_CHARACTERS = 1000  # limit on a host's reason to end: a verdict lists thos
 _MOST_STACK_CHARACTERS, _MOST_STACKS = 16_000, 8
 _ANSWER_SECONDS = failure_diagnosis.SETTLING_SECONDS + _STACKS_SECONDS + 2 * _SEND_SECONDS
 
-_INTACT = "Earlier checkpoints are intact; see docs/reference/messages.md."
+_INTACT = "Checkpoints from before the difference are intact; see docs/reference/messages.md."
 
 _watch: _Watch | None = None
 _on_verdict: Callable[[Verdict], None] | None = None

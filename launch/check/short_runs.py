@@ -72,7 +72,8 @@ def check(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Finding]
 def _new_folder(run_dir: str) -> str:
     """Returns the folder of a new run in `run_dir`.
 
-    It is the same on all hosts, because none of them begins the run before all of them have met in the checks of hosts.
+    In a folder that all hosts see, it is the same on all of them: none begins the run before all have met in the checks
+    of hosts.
     """
     before = paths.listed(f"{run_dir}/run*/config.gin")
     numbers = [name.split("/")[-2].removeprefix("run") for name in before]
@@ -149,15 +150,23 @@ def attention(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[Find
 
     from core.hosts import activity, distributed
     from launch.hosts import cluster
-    from models.decoder.attention import attention_check
 
     if args.simulate:
         jax.config.update("jax_platforms", "cpu")
     is_zero = args.simulate or cluster.join(slice_).is_zero
     activity.at(ATTENTION)
-    found = attention_check.look()
-    apart = ", ".join(f"{one['dtype']} {max(one['apart'].values()):.2g}" for one in found["compared"])
-    said = f"kernel {found['kernel']}; largest difference from the plain form, of the largest element: {apart}"
-    every = distributed.all_gather_text("check/attention", to_json([Finding(ATTENTION, found["ok"], said)]))
+    every = distributed.all_gather_text("check/attention", to_json([_attention()]))
     distributed.shutdown()
     return merge([from_json(text) for text in every]), is_zero
+
+
+def _attention() -> Finding:
+    from models.decoder.attention import attention_check
+
+    try:
+        found = attention_check.look()
+    except Exception as error:  # other hosts wait for this one's finding
+        return Finding(ATTENTION, False, f"{type(error).__name__}: {error}")
+    apart = ", ".join(f"{one['dtype']} {max(one['apart'].values()):.2g}" for one in found["compared"])
+    said = f"kernel {found['kernel']}; largest difference from the plain form, of the largest element: {apart}"
+    return Finding(ATTENTION, found["ok"], said)

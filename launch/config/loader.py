@@ -39,6 +39,7 @@ from launch.config.statements import (
     Macro,
     Reference,
     expand,
+    flag,
     import_line,
     leaves,
     scoped,
@@ -177,7 +178,7 @@ def load(
     reader = sources.Reader(experiment_includes=trust is None)
     folder = _read(reader, str(path), text)
     folders = (folder, Path.cwd()) if trust is None else (Path.cwd(),)
-    flags = {f"--gin #{number}": binding.strip() for number, binding in enumerate(bindings, start=1)}
+    flags = {flag(number): binding.strip() for number, binding in enumerate(bindings, start=1)}
     flags |= {"--slice": f"SLICE = {slice_name!r}"} if slice_name is not None else {}
     for name, statements in {**between, **flags, **after}.items():
         reader.text(statements, name=name, folder=Path.cwd())

@@ -123,6 +123,11 @@ class Binding:
         return ConfigProblem(self.file, self.line, what, **{"actual": str(self), **details})
 
 
+def flag(number: int) -> str:
+    """Returns the name of a source that is a `--gin`; the first has the number 1."""
+    return f"--gin #{number}"
+
+
 def is_flag(file: str) -> bool:
     """Returns whether the name of a source is that of a flag."""
     return file.startswith("--")

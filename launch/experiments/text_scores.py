@@ -112,8 +112,8 @@ class _StopsEveryRow:
 
     def add(self, ids: Sequence[int | None]) -> bool:
         for row, new in enumerate(ids):
-            if new is None:
-                self._stopped[row] = True
+            if new is None:  # the row has ended, or has not begun
+                self._stopped[row] |= bool(self._ids[row])
             elif not self._stopped[row]:
                 self._ids[row].append(new)
                 text = self._model.decoded(self._ids[row], after=self._prompts[row])

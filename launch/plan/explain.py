@@ -35,7 +35,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
       bindings: gin bindings that override both.
     """
     chosen = compiled_report.bindings_of(choice, flag="--explain")
-    question = search.ask(path, slice_name=slice_name, bindings=[*chosen, *bindings])
+    question = search.ask(path, slice_name=slice_name, bindings=bindings, chosen=chosen)
     bound = question.experiment.bind(compiling.devices_of(question.slice))
     mesh = strategy.mesh_text(bound.partitioner.shape)
     print(f"{bound.partitioner.strategy.name} ({mesh}) on {question.slice.name}; compiling …", flush=True)

@@ -15,7 +15,7 @@ from core.slices import Slice
 from launch import program_identity
 from launch.config import LoadedConfig, Macro, Reference, changes, leaves, loader
 from launch.config.changes import Changes
-from launch.config.statements import expand, is_flag
+from launch.config.statements import expand, flag, is_flag
 from launch.experiment import Experiment
 from parallel import strategies
 from parallel.pipeline import schedules
@@ -39,6 +39,7 @@ class Question:
     bindings: tuple[str, ...]
     slice: Slice
     batch_sizes: tuple[int, ...]
+    num_chosen: int = 0  # how many of the first bindings belong to a layout, and not to all candidates
 
     @property
     def total_tokens(self) -> int:
@@ -82,17 +83,25 @@ class PhaseSetsLayoutError(UserError):
     """A phase sets its own strategy or accumulation, which a candidate's bindings would not replace."""
 
 
-def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes: Sequence[int] = ()) -> Question:
+def ask(
+    path: str,
+    *,
+    slice_name: str,
+    bindings: Sequence[str] = (),
+    batch_sizes: Sequence[int] = (),
+    chosen: Sequence[str] = (),
+) -> Question:
     """Loads the experiment that a plan is for; of several phases the first.
 
     Args:
       bindings: override the experiment's; `PHASE = N` chooses another phase.
+      chosen: bindings of a layout, which come before; candidates need not have them.
       batch_sizes: batch sizes to compare, in rows; empty: only the experiment's.
 
     Raises:
       PhaseSetsLayoutError: PHASE names a phase that sets its own strategy or accumulation.
     """
-    slice_ = slices.get(slice_name)
+    slice_, bindings = slices.get(slice_name), (*chosen, *bindings)
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
     *_, first_step, last_step, experiment = config.build().spans()[0]  # PHASE = N plans another phase
     writer = Writer(config, experiment)
@@ -106,7 +115,7 @@ def ask(path: str, *, slice_name: str, bindings: Sequence[str] = (), batch_sizes
             steps = total_steps(experiment, size)
             raise UserError(f"--batch-size {size}, {steps} steps for as many tokens: {error}") from error
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
-    return Question(path, config, experiment, last_step - first_step, tuple(bindings), slice_, sizes)
+    return Question(path, config, experiment, last_step - first_step, bindings, slice_, sizes, len(chosen))
 
 
 def _require_bindable(
@@ -145,7 +154,7 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     layouts = candidates.layouts(
         question.slice,
         only=only,
-        given=_given(question.config),
+        given=_given(question.config, num_chosen=question.num_chosen),
         has_experts=has_experts,
         has_long_rows=has_long_rows,
     )
@@ -181,18 +190,19 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     return sorted(map(option, judged), key=selection.rank)
 
 
-def _given(config: LoadedConfig) -> dict[str, dict[str, Any]]:
+def _given(config: LoadedConfig, *, num_chosen: int) -> dict[str, dict[str, Any]]:
     """Returns the arguments of strategies and schedules that flags give, by constructor and parameter.
 
     A schedule is given by the name of its constructor; "" is one that a plan does not know.
     """
     macros = {binding.name: binding for binding in config.bindings if binding.is_macro}
+    chosen = {flag(number) for number in range(1, num_chosen + 1)}
     found: dict[str, dict[str, Any]] = {}
     for binding in config.bindings:
         if binding.is_macro or binding.scope or binding.target.module not in _CHOSEN_BY_PLANS:
             continue
         of_macro = [macros[leaf.name] for leaf in leaves(binding.value) if isinstance(leaf, Macro)]
-        if any(is_flag(one.file) for one in (binding, *of_macro)):
+        if any(is_flag(one.file) and one.file not in chosen for one in (binding, *of_macro)):
             value = expand(binding.value, macros)
             if isinstance(value, Reference):
                 value = value.target.name if value.target.module == schedules.__name__ and not value.scope else ""

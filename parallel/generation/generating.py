@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from core import units, wrappers
 from core.batches import row_length
 from core.errors import UserError
-from core.types import HasVocabulary, LimitsCache, LimitsPositions, Params, can
+from core.types import HasVocabulary, LimitsCache, LimitsPositions, Params, can, lacking
 from parallel.generation import decoding, layerwise
 from parallel.generation.decoding import NEW, NONE, STOP, Decoder, Drawn, State
 from parallel.generation.layerwise import LayerwiseDecoder
@@ -217,7 +217,11 @@ def max_positions(program: Program) -> int | None:
 
 def _max_cached(program: Program) -> int | None:
     model = program.model
-    return model.max_cached_positions if decoding.extends_cache(model) and can(model, LimitsCache) else None
+    if not decoding.extends_cache(model) or getattr(model, "max_cached_positions", None) is None:
+        return None
+    if not can(model, LimitsCache):
+        raise UserError(lacking(model, LimitsCache))
+    return model.max_cached_positions
 
 
 def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
@@ -230,6 +234,7 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
         raise UserError("generation needs prompts of at least one id each")
     size = program.model.vocab_size if can(program.model, HasVocabulary) else None
     most = max_positions(program)
+    _max_cached(program)
     for number, prompt in enumerate(prompts, 1):
         where = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
         if not prompt:
@@ -275,16 +280,18 @@ class _Part(NamedTuple):
 
 
 def _parts(lengths: Sequence[int], max_tokens: int, *, limit: int | None) -> list[_Part]:
-    """Divides rows so that no cached key has to change; a row that crosses the limit is run again from its start."""
+    """Divides rows so that no cached key has to change; rows that cross the limit are run again from their start."""
     if limit is None:
         return [_Part(range(len(lengths)), max_tokens, is_long=False)]
     long = [row for row, length in enumerate(lengths) if length > limit]
     # The key of the last token is not read, so it may be one beyond the limit.
     short = [row for row, length in enumerate(lengths) if length + max_tokens <= limit + 1]
     found = [_Part(short, max_tokens, is_long=False), _Part(long, max_tokens, is_long=True)]
+    crossing: dict[int, list[int]] = {}
     for row in sorted({*range(len(lengths))} - {*short, *long}):
-        before = limit + 1 - lengths[row]
-        found += [_Part([row], before, is_long=False), _Part([row], max_tokens - before, is_long=True)]
+        crossing.setdefault(limit + 1 - lengths[row], []).append(row)
+    for before, rows in crossing.items():
+        found += [_Part(rows, before, is_long=False), _Part(rows, max_tokens - before, is_long=True)]
     return [part for part in found if part.rows]
 
 

@@ -1,10 +1,15 @@
 """A task that draws rows; positions and splits are tested with its subclass `synthetic.random_tokens`."""
 
+import collections
+import copy
 import dataclasses
+import datetime
+import decimal
 import functools
 import hashlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -34,6 +39,30 @@ class Wrong(captions.Squares):
     def row(self, rng, *, is_training):
         row = super().row(rng, is_training=is_training)
         return {"pixels": row["pixels"][..., :1], "inputs": row["inputs"].astype(np.int64), "words": row["targets"]}
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (range(3), range(4)),
+        (datetime.date(2026, 1, 1), datetime.date(2026, 1, 2)),
+        (decimal.Decimal("1.5"), decimal.Decimal("2.5")),
+        (collections.deque([1]), collections.deque([2])),
+        (bytearray(b"a"), bytearray(b"b")),
+        (re.compile("a"), re.compile("b")),
+        ({1, 2}, {1, 3}),
+        (frozenset("ab"), frozenset("ac")),
+        (Pair(1, [2]), Pair(1, [3])),
+        (collections.OrderedDict(a=np.zeros(2000)), collections.OrderedDict(a=np.ones(2000))),
+        (np.array([1, "x"], dtype=object), np.array([2, "x"], dtype=object)),
+    ],
+)
+def test_what_a_field_holds_is_told_apart(one, other):
+    prints = [Holding(data).fingerprint() for data in (one, copy.deepcopy(one), other)]
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_a_row_that_differs_from_the_spec_is_refused():

@@ -216,3 +216,14 @@ def test_scores_are_printed_and_written(folder, tmp_path, capsys, monkeypatch):
     assert ["capitals", "acc", "0.2500", "0.1250"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     written = {"model": str(folder), "tasks": {"capitals": {"acc": 0.25, "acc_stderr": 0.125}}}
     assert json.loads(out.read_text()) == written
+
+
+def test_a_batch_stops_when_every_row_has_stopped_and_not_before_a_row_has_begun():
+    """Rows of a batch may run one after another: then None is the new id of a row that has not begun."""
+    model = types.SimpleNamespace(decoded=lambda ids, after: "".join(map(chr, ids)))
+    stops = text_scores._StopsEveryRow(model, ["."], [[1], [2]])
+    for first, second, ends in (("a", None, False), (".", None, False), (None, "b", False), (None, ".", True)):
+        assert stops.add([first and ord(first), second and ord(second)]) is ends
+    ended = text_scores._StopsEveryRow(model, ["."], [[1], [2]])
+    assert not ended.add([ord("a"), ord("b")])
+    assert ended.add([None, ord(".")])  # the first row has ended by its stop id

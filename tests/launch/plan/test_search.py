@@ -7,6 +7,7 @@ import math
 import pytest
 
 from launch.plan import ranking, search
+from parallel import strategies
 from parallel.planning import records, selection
 
 
@@ -144,6 +145,15 @@ def test_a_parameter_of_a_strategy_given_by_flag_applies_to_the_layouts_of_that_
     assert written.candidate.layout.constructor == "fsdp"
     assert not written.reason
     assert len({(one.name, one.candidate.batch_size) for one in found}) == len(found)
+
+
+def test_a_chosen_layout_fixes_nothing_for_others(question, options):
+    chosen = ["STRATEGY = @strategies.fsdp_tensor()", "strategies.fsdp_tensor.tensor = 4"]
+    asked = search.ask(question.path, slice_name=question.slice.name, chosen=chosen)
+    assert asked.experiment.strategy == strategies.fsdp_tensor(tensor=4)
+    assert asked.bindings == tuple(chosen)
+    found = {one.name for one in search.options(asked)}
+    assert found >= {one.name for one in options if one.candidate.layout and not one.is_as_written}
 
 
 def test_a_layout_has_another_key_with_a_given_parameter_and_its_own_without(question, options):
