@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from core import units, wrappers
 from core.batches import row_length
 from core.errors import UserError
-from core.types import HasVocabulary, LimitsCache, LimitsPositions, Params, can, lacking
+from core.types import HasVocabulary, LimitsCache, LimitsPositions, Params, can
 from parallel.generation import decoding, layerwise
 from parallel.generation.decoding import NEW, NONE, STOP, Decoder, Drawn, State
 from parallel.generation.layerwise import LayerwiseDecoder
@@ -217,11 +217,7 @@ def max_positions(program: Program) -> int | None:
 
 def _max_cached(program: Program) -> int | None:
     model = program.model
-    if not decoding.extends_cache(model) or getattr(model, "max_cached_positions", None) is None:
-        return None
-    if not can(model, LimitsCache):
-        raise UserError(lacking(model, LimitsCache))
-    return model.max_cached_positions
+    return model.max_cached_positions if decoding.extends_cache(model) and can(model, LimitsCache) else None
 
 
 def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
@@ -234,7 +230,6 @@ def check_prompts(program: Program, prompts: Sequence[Sequence[int]], *, max_tok
         raise UserError("generation needs prompts of at least one id each")
     size = program.model.vocab_size if can(program.model, HasVocabulary) else None
     most = max_positions(program)
-    _max_cached(program)
     for number, prompt in enumerate(prompts, 1):
         where = "the prompt" if len(prompts) == 1 else f"prompt {number} of {len(prompts)}"
         if not prompt:

@@ -211,7 +211,7 @@ def test_a_sample_begins_with_the_id_that_rows_begin_with(monkeypatch):
         row_length=16,
     )
     optimizer = types.SimpleNamespace(evaluated=lambda params, state: params)
-    program = types.SimpleNamespace(optimizer=optimizer)
+    program = types.SimpleNamespace(optimizer=optimizer, model=experiment.model)
     state = types.SimpleNamespace(params=None, opt_state=None)
     assert progress._sample(experiment, program, state) == "[5]"
     assert asked == [[7, 8, 9]]

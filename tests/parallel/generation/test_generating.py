@@ -361,23 +361,6 @@ def test_the_end_of_a_row_before_and_after_factors_change(long_rope):
     assert all(ids[0] is None for ids in seen)  # the long row ran first, and none after it
 
 
-def test_a_cache_limit_without_the_model_for_longer_rows_is_refused(long_rope):
-    class Limited(Outer):
-        max_cached_positions = 16
-
-        def __getattr__(self, name):
-            if name == "for_longer_rows":
-                raise AttributeError(name)
-            return super().__getattr__(name)
-
-        extend = property(lambda self: self.model.extend)
-
-    program = long_rope[0]._program
-    limited = program.partitioner.program(Limited(program.model), ADAMW, program.spec, seed=0)
-    with pytest.raises(UserError, match=r"Limited lacks the ability LimitsCache: add for_longer_rows\(\)"):
-        generating.check_prompts(limited, [[1]], max_tokens=1)
-
-
 def test_draws_of_a_row_do_not_depend_on_where_factors_change(long_rope):
     generator, *_ = long_rope
     prompts, how = [[7] * 20, list(range(2, 12))], {"sampling": Sampling(temperature=1.0), "seed": 3}
