@@ -222,7 +222,7 @@ def join_seconds(*, environ: Mapping[str, str] | None = None) -> int:
 
 
 class Sent(NamedTuple):
-    """What a workstation sends to the hosts of TPUs: variables, and flags of its XLA_FLAGS that it leaves out."""
+    """The variables that a workstation sends to the hosts of TPUs, and the flags of XLA_FLAGS that it does not send."""
 
     variables: Mapping[str, str]
     left_out: Sequence[str]

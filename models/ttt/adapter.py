@@ -148,7 +148,7 @@ class AdaptedDecoder:
 
     @property
     def couples_rows(self) -> bool:
-        """Whether one decision for all rows depends on their signals."""
+        """Whether all rows share one decision, which depends on the signals of all."""
         return self.per_batch and self.gate.reads != ""
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:

@@ -28,7 +28,7 @@ from parallel.derivative_rules import Trained
 from parallel.pipeline import deferred, residuals
 from parallel.pipeline.deferred import Deferred
 from parallel.pipeline.residuals import Residuals
-from parallel.pipeline.schedules import Schedule
+from parallel.pipeline.schedules import PLACES_AGAIN, Schedule
 
 STAGE = "stage"
 
@@ -250,7 +250,7 @@ def backward(
     if stage.schedule.save == "stage":  # the layers run again first, and save what `remat` names
         start = Traveling(take_tree(kept, 0, place), stage.fn.zero_sums())
         place = jnp.zeros_like(place)
-        kept = _run(stage, at, start, saving, _allocate(stage, saving.shapes, stage.depth, 1), place)[1]
+        kept = _run(stage, at, start, saving, _allocate(stage, saving.shapes, stage.depth, PLACES_AGAIN), place)[1]
 
     def run(kind: Kind, layer: Layer, saved: Any, dy: Traveling) -> tuple[Any, Stream]:
         return saving.backward(kind, layer, saved, side, tuple(dy))

@@ -136,7 +136,7 @@ def _held_share(sharded: ShardedState) -> float:
     schedule = sharded.tables.pipeline
     if schedule is None:
         return 1.0
-    places = 1 if schedule.save == "stage" else schedule.allocated(sharded.shape["stage"])
+    places = schedules.PLACES_AGAIN if schedule.save == "stage" else schedule.allocated(sharded.shape["stage"])
     return places / schedule.turns
 
 
