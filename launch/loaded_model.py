@@ -88,7 +88,7 @@ class Sight(Protocol):
 class LoadedModel:
     """A model with its parameters.
 
-    A model of images and text is split into its decoder and its `sight`.
+    `load` splits a model of images and text into its decoder and its `sight`.
     """
 
     program: Program  # the model and its layout
@@ -100,7 +100,7 @@ class LoadedModel:
 
     @property
     def model(self) -> Model:
-        """The model; of a model of images and text, the decoder alone."""
+        """The model; of a model of images and text that was split, the decoder alone."""
         return self.program.model
 
     @functools.cached_property
@@ -337,7 +337,13 @@ def load(
     run_dir = str(folder.parent.parent)
     found = saved_run.read(run_dir, step=folder, bindings=bindings, slice_name=slice_name)
     check()
-    return load_step(found.config.build(), folder, slice_name=slice_name, strategy=strategy, check_model=check_model)
+    experiment = found.config.build().spans()[-1].experiment
+
+    def check_split(whole: LoadedModel) -> None:
+        check_model(split(whole, experiment.task))
+
+    whole = load_step(experiment, folder, slice_name=slice_name, strategy=strategy, check_model=check_split)
+    return split(whole, experiment.task)
 
 
 def load_step(
@@ -348,7 +354,7 @@ def load_step(
     strategy: Strategy | None = None,
     check_model: Callable[[LoadedModel], object] = lambda model: None,
 ) -> LoadedModel:
-    """Loads the model of an experiment with the parameters of one of its checkpoints.
+    """Loads the model of an experiment with the parameters of one of its checkpoints; `split` makes it generate.
 
     Args:
       experiment: the experiment of the run.
@@ -366,7 +372,7 @@ def load_step(
     where = f"step {folder.name} of {run_dir}"
     task = experiment.task
     begins_with_bos = task.begins_with_bos() if can(task, FramesTexts) else True
-    check_model(_seeing(LoadedModel(program, None, vocabulary, where, begins_with_bos), task))
+    check_model(LoadedModel(program, None, vocabulary, where, begins_with_bos))
     open_source = functools.partial(warm_start.source_again, experiment)
     source = SavedParameters(folder, open_source=open_source)
     if source.is_averaged or not program.optimizer.is_averaging(program.abstract_state.opt_state):
@@ -378,10 +384,11 @@ def load_step(
             state, _, _ = checkpoints.restore(int(folder.name), program.abstract_state)
         params = program.optimizer.evaluated(state.params, state.opt_state)
         where += " (averaged by its optimizer)"
-    return _seeing(LoadedModel(program, params, vocabulary, where, begins_with_bos), task)
+    return LoadedModel(program, params, vocabulary, where, begins_with_bos)
 
 
-def _seeing(model: LoadedModel, task: Any) -> LoadedModel:
+def split(model: LoadedModel, task: Any) -> LoadedModel:
+    """Returns the decoder and the `sight` of a model of images and text; a model of text as it is."""
     for module in environment.declared("FOLDERS") if "images" in model.program.spec else ():
         model = importlib.import_module(module).seeing(model, task)
     return model

@@ -70,7 +70,7 @@ class Trainer:
         Raises:
           UserError: an argument has the wrong type, is out of range or is unknown.
         """
-        self._held: tuple[str, LoadedModel] | None = None  # the last one that was loaded, by its folder
+        self._held: tuple[str, LoadedModel, LoadedModel] | None = None  # folder of the last one loaded; whole, split
         self._given = None if isinstance(init_from, str) else GivenParameters(init_from)
         fields = {field.name for field in dataclasses.fields(Experiment)}
         known = (fields | settings_groups.HOMES.keys()) - {*_OWN, *_OF_WATCHDOG, *settings_groups.GROUPS}
@@ -168,19 +168,24 @@ class Trainer:
     def loaded(self, *, step: int | None = None) -> LoadedModel:
         """Returns the model with the parameters of a checkpoint, by default the newest.
 
-        The trainer keeps this model until it loads another one or trains.
+        Of a model of images and text, it is the decoder, which generates. The trainer keeps this model until it loads
+        another one or trains.
 
         Raises:
           UserError: there is no such checkpoint, or it does not fit.
         """
+        return self._loaded(step)[1]
+
+    def _loaded(self, step: int | None) -> tuple[LoadedModel, LoadedModel]:
+        """Returns the whole model and, for a model of images and text, its decoder; otherwise the model again."""
         place = self.run_dir if step is None else f"{self.run_dir}@{step}"
         folder = str(steps.find(place))
         if self._held is None or self._held[0] != folder:
             self._held = None  # frees the memory of one before another is read
-            experiment = self._on_devices()
-            read = loaded_model.load_step(experiment, paths.resolve(folder), slice_name=experiment.slice)
-            self._held = (folder, read)
-        return self._held[1]
+            experiment = self._on_devices().spans()[-1].experiment
+            whole = loaded_model.load_step(experiment, paths.resolve(folder), slice_name=experiment.slice)
+            self._held = (folder, whole, loaded_model.split(whole, experiment.task))
+        return self._held[1:]
 
     @property
     def params(self) -> Params:
@@ -189,7 +194,7 @@ class Trainer:
         Raises:
           UserError: there is no checkpoint, or it does not fit.
         """
-        return self.loaded().params
+        return self._loaded(None)[0].params
 
     def _on_devices(self, **changes: Any) -> Experiment:
         return dataclasses.replace(self._experiment, slice=machine.of_this_process().name, **changes)

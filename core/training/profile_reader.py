@@ -23,6 +23,7 @@ _CHIP = re.compile(r"^/device:(TPU|GPU):\d+$")
 CONTAINERS = ("while", "conditional", "call")  # the operations inside them have their own events
 COLLECTIVES = re.compile(r"^(all-|reduce-scatter|ragged-all-|collective-|async-collective|(send|recv)\b)")
 _NAME = re.compile(r"%?([\w-]+)")
+_PROCESS = re.compile(r"-p(\d+)(?:of(\d+))?(?:-\d+)?$")  # the end of a file's name, without suffix
 
 
 class Operation(NamedTuple):
@@ -44,8 +45,9 @@ class HostProfile(NamedTuple):
     """The profile of one host.
 
     Attributes:
-      name: name of the file, such as `hostname-p2`.
+      name: name of the file, such as `hostname-p2of4`.
       process: index of the process, here 2; 0 if the name has none.
+      processes: how many processes the run had, here 4; 0 if the name has none.
       chips: number of chips, or of CPU devices that ran operations.
       from_chips: whether operations come from planes of chips.
       starts: when each step began, in seconds since 1970.
@@ -55,6 +57,7 @@ class HostProfile(NamedTuple):
 
     name: str
     process: int
+    processes: int
     chips: int
     from_chips: bool
     starts: Mapping[int, float]
@@ -132,10 +135,11 @@ def read(serialized: bytes, *, name: str, first_step: int = -1) -> HostProfile:
         return sum(inside) / 1e9 / steps
 
     run = list(_run_by_chips(chips) if chips else _run_by_cpu_devices(hosts))
-    process = re.search(r"-p(\d+)", name)
+    process = _PROCESS.search(name)
     return HostProfile(
         name=name,
         process=int(process[1]) if process else 0,
+        processes=int(process[2] or 0) if process else 0,
         chips=len(chips) or len({device for _, _, device in run}),
         from_chips=bool(chips),
         starts={step: trace_began + start / 1e9 for step, start in sorted(starts.items())},

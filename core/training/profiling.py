@@ -228,7 +228,7 @@ class Profile(Hook):
 class Trace:
     """A trace of the steps from `step` on. Every host writes it to a file of its own:
 
-        RUN/tensorboard/plugins/profile/step_100/<hostname>-p<process>.xplane.pb
+        RUN/tensorboard/plugins/profile/step_100/<hostname>-p<process>of<hosts>.xplane.pb
 
     JAX's profiler names the file after the hostname alone, so hosts with the same name could overwrite one another.
     """
@@ -240,7 +240,7 @@ class Trace:
         options.session_id = f"step_{step}"
         options.python_tracer_level = 0  # Python frames would hide the device's rows and slow the step
         self._folder = paths.resolve(run_dir).joinpath(*PROFILES, options.session_id)
-        self._name = f"{socket.gethostname()}-p{process}"
+        self._name = f"{socket.gethostname()}-p{process}of{distributed.process_count()}"
         self._traced = tempfile.TemporaryDirectory(prefix="renga-profile-")
         jax.profiler.start_trace(self._traced.name, profiler_options=options)
 

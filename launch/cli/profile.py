@@ -79,7 +79,8 @@ def _skew(hosts: Sequence[HostProfile]) -> str:
 
 def _missing(hosts: Sequence[HostProfile]) -> str:
     here = {host.process for host in hosts}
-    missing = [str(process) for process in range(max(here)) if process not in here]
+    count = max(max(host.processes for host in hosts), max(here) + 1)
+    missing = [str(process) for process in range(count) if process not in here]
     return f"no profile from {'host' if len(missing) == 1 else 'hosts'} {', '.join(missing)}" if missing else ""
 
 

@@ -80,16 +80,21 @@ def _likeness(question: Question, others: Sequence[Question]) -> tuple[int, int]
 
 
 def answered(found: Asked, groups: Sequence[Sequence[Question]]) -> list[list[Panel]]:
-    """Answers groups of questions; returns one panel per question, in the same groups."""
-    answers = found.answers([question for group in groups for question in group])
+    """Answers groups of questions; returns a panel for each question that was answered, in the same groups."""
 
     def panel(of: Answered) -> Panel:
-        said = found.task.vocabulary.decode(of.ids[of.row["weights"] > 0]).strip()
+        size = round(of.covered * len(of.row["images"]))
+        ids = of.ids[of.row["weights"] > 0]
+        said = words.decode(ids[ids < words.size]).strip()  # the embedding may have more rows than the vocabulary
         answer = textwrap.shorten(f"{said} ({of.question.answer})", _LETTERS, placeholder="…")
         lines = textwrap.wrap(of.question.question, _LETTERS, max_lines=_LINES - 1, placeholder="…")
-        return Panel(of.row["images"], of.chosen, [*lines, answer])
+        return Panel(of.row["images"][:size, :size], of.chosen, [*lines, answer])
 
-    return [[panel(next(answers)) for _ in group] for group in groups]
+    words = found.task.vocabulary
+    answers = found.answers([question for group in groups for question in group])
+    panels = {answer.question: panel(answer) for answer in answers}
+    rows = [[panels[question] for question in group if question in panels] for group in groups]
+    return [row for row in rows if row]
 
 
 def sheet(rows: Sequence[Sequence[Panel]]) -> bytes:
@@ -114,7 +119,7 @@ def sheet(rows: Sequence[Sequence[Panel]]) -> bytes:
 def shaded(panel: Panel) -> np.ndarray:
     """Returns the image, [H, W, 3] uint8, with the patches that were not chosen made pale.
 
-    Image and patches are square.
+    Image and patches are square, and the patches cover the image.
     """
     side = round(len(panel.chosen) ** 0.5)
     patch = len(panel.image) // side

@@ -62,23 +62,28 @@ def table(answers: Sequence[Answered]) -> Table:
     kinds = sorted({answer.question.kind for answer in answers})
     for kind in [*kinds, *([""] if len(kinds) > 1 else [])]:
         own = [answer for answer in answers if answer.question.kind == kind or not kind]
-        inside = [share_inside(a.chosen, a.question.grid, a.question.cells) for a in own]
-        area = [len(set(a.question.cells)) / a.question.grid**2 for a in own]
+        inside = [_inside(answer, answer.chosen) for answer in own]
+        area = [_inside(answer, np.ones_like(answer.chosen)) for answer in own]
         shares = [np.mean([a.is_right for a in own]), np.mean(inside), np.mean(area)]
         found.add_row(kind or "all", f"{len(own):,}", *(f"{share:.1%}" for share in shares))
     return found
 
 
-def share_inside(chosen: np.ndarray, grid: int, cells: Iterable[int]) -> float:
+def _inside(answer: Answered, patches: np.ndarray) -> float:
+    return share_inside(patches, answer.question.grid, answer.question.cells, covered=answer.covered)
+
+
+def share_inside(chosen: np.ndarray, grid: int, cells: Iterable[int], *, covered: float = 1.0) -> float:
     """Returns the share of the chosen patches that lie in the given cells; 0 if none is chosen.
 
     Args:
       chosen: [N] bool, whether each patch of a square image was chosen.
       grid: cells along a side, which need not divide the patches along a side.
       cells: numbers of cells, row by row. A patch lies in the cell of its center.
+      covered: share of the image's side that the patches cover, from the top left.
     """
     side = round(len(chosen) ** 0.5)
-    cell = ((np.arange(side) + 0.5) * grid / side).astype(int)
+    cell = ((np.arange(side) + 0.5) * grid * covered / side).astype(int)
     inside = np.isin(cell[:, None] * grid + cell, list(cells)).reshape(-1)
     return float(np.sum(chosen & inside) / max(np.sum(chosen), 1))
 

@@ -170,7 +170,7 @@ def test_a_run_resumes_evaluates_and_survives_its_errors(tmp_path):
 def test_the_parameters_that_a_trainer_has_loaded_are_its_own_and_dropped_by_fit(tmp_path, monkeypatch):
     class Loaded:
         def __init__(self, experiment, folder, *, slice_name):
-            self.folder = str(folder)
+            self.folder, self.program = str(folder), types.SimpleNamespace(spec={})
 
     def interrupt(*_, **__):
         raise InterruptedError
@@ -187,6 +187,15 @@ def test_the_parameters_that_a_trainer_has_loaded_are_its_own_and_dropped_by_fit
     with pytest.raises(InterruptedError):
         one.fit(1)
     assert first() is held() is None  # their arrays would take memory from the training
+
+
+def test_the_parameters_of_a_model_that_is_split_to_generate_are_all_of_them(tmp_path, monkeypatch):
+    whole = types.SimpleNamespace(params="of images and text")
+    monkeypatch.setattr(renga.trainer.loaded_model, "load_step", lambda *_, **__: whole)
+    monkeypatch.setattr(renga.trainer.loaded_model, "split", lambda *_: types.SimpleNamespace(params="of text"))
+    monkeypatch.setattr(renga.trainer.steps, "find", str)
+    made = trainer(tmp_path)
+    assert (made.params, made.loaded().params) == ("of images and text", "of text")
 
 
 def test_with_phases_a_run_may_stop_in_the_first_and_is_scored_on_the_last(tmp_path):

@@ -97,15 +97,15 @@ def test_a_single_step_has_its_own_time(tmp_path):
 @pytest.mark.covers("O04")
 def test_skew_is_the_time_between_the_first_and_the_last_host(tmp_path, capsys):
     for process, late in ((0, 0), (1, 4), (3, 30)):
-        write(tmp_path, f"t1v-w-{process}-p{process}", trace(late_milliseconds=late))
+        write(tmp_path, f"t1v-p9-w-{process}-p{process}of6", trace(late_milliseconds=late))
     _, hosts = profile_reader.read_session(str(tmp_path))
     seconds, last = profile_reader.skew_seconds(hosts)
     assert (seconds, last.process) == (pytest.approx(0.03), 3)
     assert cli.main(["profile", str(tmp_path), "--top", "1"]) == 0
     said = capsys.readouterr().out
     assert "step_7: steps 7 to 9 on 3 hosts" in said
-    assert "skew: the last host starts a step 30 ms after the first, mostly t1v-w-3-p3" in said
-    assert "no profile from host 2" in said
+    assert "skew: the last host starts a step 30 ms after the first, mostly t1v-p9-w-3-p3of6" in said
+    assert "no profile from hosts 2, 4, 5" in said
     assert "0.025 s (25%)" in said
     assert "fusion" in said
     assert "all-gather" not in said  # --top 1
@@ -114,7 +114,7 @@ def test_skew_is_the_time_between_the_first_and_the_last_host(tmp_path, capsys):
 
 def host(name, *, starts=(), operations=()):
     of_steps = dict(enumerate(starts))
-    return profile_reader.HostProfile(name, 0, 1, True, of_steps, 0.0, 0.0, tuple(operations), 1.0)
+    return profile_reader.HostProfile(name, 0, 1, 1, True, of_steps, 0.0, 0.0, tuple(operations), 1.0)
 
 
 def test_the_latest_host_is_the_latest_on_average():

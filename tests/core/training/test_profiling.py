@@ -27,7 +27,7 @@ def profile_one(run_dir, step, **more):
 def test_a_window_is_one_readable_file_where_tensorboard_looks(tmp_path):
     (file,) = profile_one(tmp_path, 100)
     assert str(file.parent) == str(tmp_path / PLANES / "step_100")
-    assert file.name.endswith("-p0.xplane.pb")
+    assert file.name.endswith("-p0of1.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(file))
     names = {event.name for plane in data.planes for line in plane.lines for event in line.events}
     assert any("train" in name for name in names)
@@ -38,7 +38,7 @@ def test_a_window_is_one_readable_file_where_tensorboard_looks(tmp_path):
 @pytest.mark.covers("O01")
 def test_hosts_that_share_a_hostname_do_not_overwrite_each_other(tmp_path):
     written = [profile_one(tmp_path, 7, process_index=index)[0] for index in (0, 1)]
-    assert [file.name.rsplit("-", 1)[1] for file in written] == ["p0.xplane.pb", "p1.xplane.pb"]
+    assert [file.name.rsplit("-", 1)[1] for file in written] == ["p0of1.xplane.pb", "p1of1.xplane.pb"]
     assert len(list((tmp_path / PLANES / "step_7").iterdir())) == 2
 
 
@@ -61,7 +61,7 @@ def test_every_host_writes_into_one_session(run_hosts, tmp_path):
     results = run_hosts(TWO_HOSTS_PROFILE, hosts=2)
     assert [result.returncode for result in results] == [0, 0], results
     files = list((tmp_path / "run" / PLANES / "step_10").iterdir())
-    assert sorted(file.name.rsplit("-", 1)[1] for file in files) == ["p0.xplane.pb", "p1.xplane.pb"]
+    assert sorted(file.name.rsplit("-", 1)[1] for file in files) == ["p0of2.xplane.pb", "p1of2.xplane.pb"]
 
 
 @pytest.mark.covers("O02")

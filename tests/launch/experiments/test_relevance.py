@@ -21,6 +21,8 @@ def test_the_share_of_chosen_patches_in_cells_by_hand():
     assert relevance.share_inside(chosen, 1, (0,)) == 1
     assert relevance.share_inside(np.zeros(16, bool), 2, (0,)) == 0  # nothing was chosen
     assert [relevance.share_inside(np.eye(16, dtype=bool)[5], 3, (c,)) for c in (0, 4)] == [0, 1]  # by its center
+    # 4 x 4 patches of 3 pixels in an image of 16: the third column's center is at 7.5 pixels, in the left half
+    assert [relevance.share_inside(np.eye(16, dtype=bool)[2], 2, (0,), covered=c) for c in (1, 0.75)] == [0, 1]
 
 
 def test_choices_for_other_cells_of_the_same_image_are_compared():
@@ -43,3 +45,9 @@ def test_the_table_has_a_row_for_each_kind_and_one_for_all():
         ["100.0%", "0.0%", "50.0%"],
         ["25.0%", "50.0%", "37.5%"],
     ]
+
+
+def test_the_share_of_all_patches_counts_patches_where_cells_do_not_divide_them():
+    of_grid = answered("a", "x", (4,), [5, 0])._replace(question=Question("", "a", "?", "a", "x", grid=3, cells=(4,)))
+    (_, _, _, [inside], [area]) = (list(column.cells) for column in relevance.table([of_grid]).columns)
+    assert (inside, area) == ("50.0%", "25.0%")  # 4 of 16 patches have their center in the middle cell of 9

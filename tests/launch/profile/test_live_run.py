@@ -90,7 +90,7 @@ def test_all_hosts_of_a_running_job_trace_the_same_steps(lived):
 def test_a_profile_is_read_without_tensorboard(lived, launch):
     said = launch("profile", str(lived.run_dir))
     assert f"{lived.session}: steps {lived.first} to {lived.last} on 2 hosts" in said
-    assert re.search(r"-p1 +4 .* s \(\d+%\)", said)
+    assert re.search(r"-p1of2 +4 .* s \(\d+%\)", said)
     assert re.search(r"skew: the last host starts a step [\d.e-]+ ms after the first, mostly .*-p[01]", said)
     assert re.search(r"all-(gather|reduce) .* collective", said)
     assert "This run used CPU devices" in said
@@ -142,7 +142,7 @@ def test_log_lines_carry_time_host_and_step_and_are_merged_by_time(lived, launch
 
 @pytest.mark.simulated(2)
 def test_a_trace_has_what_the_training_loop_does(lived):
-    file = next((lived.run_dir / "tensorboard").rglob("*-p0.xplane.pb"))
+    file = next((lived.run_dir / "tensorboard").rglob("*-p0of*.xplane.pb"))
     planes = jax.profiler.ProfileData.from_file(str(file)).planes
     names = {
         event.name for plane in planes if plane.name == "/host:CPU" for line in plane.lines for event in line.events

@@ -73,7 +73,7 @@ def test_tensorboard_finds_every_host_in_one_session(served):
     assert run == "first"  # the name of its directory
     assert served("plugin/profile/runs") == ["step_20"]
     hosts = served("plugin/profile/hosts?run=step_20&tag=trace_viewer%40")
-    names = [f"{socket.gethostname()}-p{process}" for process in range(4)]
+    names = [f"{socket.gethostname()}-p{process}of4" for process in range(4)]
     assert [host["hostname"] for host in hosts] == names
     trace = served(f"plugin/profile/data?run=step_20&tag=trace_viewer%40&hosts={','.join(names)}")
     shown = {event["args"]["name"] for event in trace["traceEvents"] if event.get("name") == "process_name"}
