@@ -100,6 +100,7 @@ def ask(
 
     Raises:
       PhaseSetsLayoutError: PHASE names a phase that sets its own strategy or accumulation.
+      UserError: the experiment has mistakes, or cannot have one of the batch sizes.
     """
     slice_, bindings = slices.get(slice_name), (*chosen, *bindings)
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
@@ -107,7 +108,13 @@ def ask(
     writer = Writer(config, experiment)
     if experiment.is_one_phase:
         _require_bindable(path, slice_name, bindings, experiment, writer)
-    for size in set(batch_sizes) - {experiment.batch_size}:
+    others = sorted(set(batch_sizes) - {experiment.batch_size})
+    if others and experiment.is_one_phase:
+        raise UserError(
+            f"--batch-size {others[0]}: the phase has {experiment.batch_size} rows, and no binding changes them without "
+            "changing other phases. Leave --batch-size out; to plan other rows, bind the batch size of the phase"
+        )
+    for size in others:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
             changes.load(path, added, bindings=bindings, slice_name=slice_name).build()

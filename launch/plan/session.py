@@ -77,7 +77,7 @@ def _plan_one(args: argparse.Namespace) -> int:
         return _by_arithmetic(question, options, args)
     session = _Session(question, options, Store(), _wanted(args), is_fresh=args.fresh)
     try:
-        session.look_up()
+        session.look_up(compiles=not args.cached)
         if not args.cached:
             session.compile_missing()
     except KeyboardInterrupt:
@@ -99,13 +99,13 @@ def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned
             return search.metrics(question, first), ""
     else:
         session = _Session(question, options, Store(), _wanted(args), is_fresh=args.fresh)
-        session.look_up()
+        session.look_up(compiles=not args.cached)
         if not args.cached:
             session.compile_missing()
         if ranked := search.ranked(session.found):
             return search.metrics(question, *ranked[0]), ""
         if any(not one.reason for one in options):
-            return None, "nothing was compiled before" if args.cached else "nothing that was compiled fits"
+            return None, "nothing that was compiled fits" if session.found else "nothing was compiled before"
     reasons = selection.by_reason(options)
     return None, f"no layout fits; most often {reasons[0][0]}" if reasons else "it has no layout of these strategies"
 
@@ -135,9 +135,10 @@ class _Session:
     def _known(self, one: Option) -> Record | None:
         return None if self._is_fresh else self.store.find(one.text)
 
-    def look_up(self) -> None:
+    def look_up(self, *, compiles: bool) -> None:
+        """Finds earlier records; those not found are left for `compile_missing` if `compiles`."""
         missing: list[Option] = []
-        while self._left and self._still_wanted() > len(missing):
+        while self._left and self._still_wanted() > (len(missing) if compiles else 0):
             one = self._left.pop(0)
             if record := self._known(one):
                 self._take(one, record)
@@ -230,7 +231,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     rejected = [one for one in session.options if one.candidate not in fit]
     if not ranked:
         ranking.print_rejected(rejected, session.found, every=args.rejected)
-        none = "nothing was compiled before" if args.cached else "nothing that was compiled fits"
+        none = "nothing that was compiled fits" if session.found else "nothing was compiled before"
         print(f"\n{none} for {question.slice.name}" + (" yet" if is_partial else ""))
         return 1
     rows = [search.metrics(question, one, record) for one, record in ranked]

@@ -196,6 +196,13 @@ def test_a_plan_without_records_and_without_compiling(arguments, cache, capsys):
     assert "nothing was compiled before for v4-8" in capsys.readouterr().out
 
 
+def test_earlier_results_are_shown_wherever_they_are_in_the_order(arguments, options, keep, compiled_as, capsys):
+    ordered = list(selection.order(options, wanted=3, usable_bytes=math.inf))
+    keep(ordered[7].text, compiled_as(ordered[7]))  # more than the three that are wanted come before it
+    assert session.run(arguments("--compile", "3", "--cached")) == 0
+    assert ordered[7].name in capsys.readouterr().out
+
+
 @pytest.mark.covers("X13")
 def test_nothing_fits(arguments, cache, capsys):
     assert session.run(arguments("--arithmetic", "--batch-size", "33", "--only", "fsdp")) == 1
@@ -381,6 +388,13 @@ def test_the_tokens_of_a_phase_are_those_of_its_steps():
     question = search.ask("gin/quickstart_phases.gin", slice_name="v4-16", bindings=["PHASE = 2"])
     assert (question.experiment.batch_size, question.num_steps, question.steps(16)) == (8, 50, 25)
     assert question.total_tokens == 50 * question.experiment.tokens_per_step
+
+
+def test_other_batch_sizes_of_a_phase_are_refused():
+    where = {"slice_name": "v4-16", "bindings": ["PHASE = 2"]}
+    assert search.ask("gin/quickstart_phases.gin", **where, batch_sizes=[8]).batch_sizes == (8,)
+    with pytest.raises(UserError, match="--batch-size 4: the phase has 8 rows, and no binding changes them"):
+        search.ask("gin/quickstart_phases.gin", **where, batch_sizes=[8, 4])
 
 
 @pytest.mark.slow
