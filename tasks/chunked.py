@@ -17,7 +17,7 @@ import numpy as np
 
 from core.batches import BatchSpec, Field, row_length
 from core.errors import UserError, check_integer
-from core.types import Batches, DataLayout, Task
+from core.types import Batches, DataLayout, DescribesEvaluation, Task, can
 from tasks import streams
 
 
@@ -67,7 +67,9 @@ class ChunkedTask:
         return ChunkedBatches(self.whole.evaluation(layout), self.spec(layout.batch_size), self.length)
 
     def evaluated_on(self, most: int | None) -> str:
-        """Describes the chunks of an evaluation, at most `most`; None: all."""
+        """Describes the chunks of an evaluation, at most `most`; None: all of the rows that the task evaluates."""
+        if most is None and can(self.whole, DescribesEvaluation):
+            return f"{self.whole.evaluated_on(None)}, in chunks of {self.length:,} positions"
         count = "all" if most is None else f"{most:,}"
         return f"{count} chunks of {self.length:,} positions, batch after batch the next of the same validation rows"
 

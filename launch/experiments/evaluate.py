@@ -28,7 +28,7 @@ from core.training.evaluation import Scored
 from core.training.scoring import HeldOut, Scores
 from core.types import AnswerJudge, Judges, SplitsRows, Task, can
 from launch import environment, flags, terminal
-from launch.experiment import Experiment, Span
+from launch.experiment import Experiment
 from launch.experiments import saved_run, simulated_hosts
 from launch.experiments.saved_run import SavedRun
 from launch.hosts import cluster, tpu_host
@@ -245,9 +245,8 @@ def _evaluate(args: argparse.Namespace, found: SavedRun, experiment: Experiment,
         last_step=experiment.total_steps,
         host=host,
     )
-    spans = found.config.build().spans()
     positions = _positions(experiment.task) if args.by_position else ()
-    results, removed = score(run, asked, step=args.step, all_steps=args.all_steps, spans=spans, positions=positions)
+    results, removed = score(run, asked, step=args.step, all_steps=args.all_steps, positions=positions)
     if host.is_zero:
         _show(args, results, removed)
     distributed.barrier("evaluate/end")
@@ -259,7 +258,6 @@ def score(
     *,
     step: int | None = None,
     all_steps: bool = False,
-    spans: Sequence[Span] = (),
     positions: Sequence[range] = (),
 ) -> tuple[Scores, Sequence[int]]:
     """Scores checkpoints of a prepared run on held-out rows.
@@ -269,7 +267,6 @@ def score(
       asked: which held-out rows to score.
       step: the step of the checkpoint; None: the newest.
       all_steps: whether to score all checkpoints.
-      spans: the phases of the run; empty: it has one.
       positions: ranges of positions in a document, by which the loss is computed, too.
 
     Returns:
@@ -290,13 +287,8 @@ def score(
     results = Scores(run.run_dir, about, judge, cumulative=all_steps, positions=positions)
     keep = run.experiment.checkpointing.keep_checkpoints
     checkpoints = Checkpoints(run.checkpoint_dir, keep=keep, read_only=True, origin=run.origin)
-    layout, data = run.program.partitioner.data_layout(asked.batch_size), _data_by_phase(run, spans, steps)
-
-    def is_there(each: int) -> bool:
-        own = data[continuation.phase_of(spans, each).number] if data else run.meta["data"]
-        return results.evaluate(run.program, checkpoints, each, asked, layout=layout, data=own)
-
-    removed = [each for each in steps if not is_there(each)]
+    options = {"layout": run.program.partitioner.data_layout(asked.batch_size), "data": run.meta["data"]}
+    removed = [each for each in steps if not results.evaluate(run.program, checkpoints, each, asked, **options)]
     checkpoints.close()
     if removed == steps:
         raise UserError(
@@ -306,21 +298,13 @@ def score(
     return results, removed
 
 
-def _data_by_phase(run: Run, spans: Sequence[Span], steps: Sequence[int]) -> dict[int, str]:
-    found = {}
-    phases = {span.number: span for span in (continuation.phase_of(spans, step) for step in steps if len(spans) > 1)}
-    for span in phases.values():
-        span.experiment.task.prepare(run.run_dir, is_host_zero=False)
-        found[span.number] = span.experiment.task.fingerprint()
-    return found
-
-
 def _show(args: argparse.Namespace, results: Scores, removed: Sequence[int]) -> None:
     for step in removed:
         print(f"note: the checkpoint of step {step} was removed before it was read and is skipped")
     _show_tables(results)
-    if not all(found["same_data_as_in_training"] for found in results.checkpoints):
-        print("note: the run was trained on other data than the data whose held-out rows were evaluated")
+    if other := [f"{found['step']:,}" for found in results.checkpoints if not found["same_data_as_in_training"]]:
+        steps = f"step{'s' if len(other) > 1 else ''} {', '.join(other)}"
+        print(f"note: up to {steps}, the run was trained on other data than the evaluated rows are held out from")
     written = results.files
     if args.submission:
         paths.write_text_atomically(args.submission, results.submission())

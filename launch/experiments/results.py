@@ -117,7 +117,7 @@ def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[s
         "batch": run.batch_size,
         "steps": found.step,
         "total_steps": run.total_steps,
-        "rows": found.step * run.batch_size,
+        "rows": sum((last - first) * part.batch_size for part, first, last in _parts(run, found.step)),
         "eflop": _eflop(run, found.step),
         "total_eflop": _eflop(run, run.total_steps),
         "loss": found.last("loss"),
@@ -163,9 +163,22 @@ def depth(model: Model) -> int | None:
 
 def _eflop(run: Experiment, steps: int) -> float | None:
     """Returns the training EFLOPs (1e18) up to a step, without rematerialization; None if unknown."""
-    if can(run.model, _CountsRunFlops):
-        return run.model.training_flops(run.row_length, rows=run.batch_size, steps=steps) / _EXA
-    return run.flops_per_step * steps / _EXA if run.flops_per_step else None
+    counted = [_flops(part, first, last) for part, first, last in _parts(run, steps)]
+    known = [flops for flops in counted if flops is not None]
+    return sum(known) / _EXA if len(known) == len(counted) else None
+
+
+def _flops(part: Experiment, first: int, last: int) -> float | None:
+    if can(part.model, _CountsRunFlops):
+        upto = [part.model.training_flops(part.row_length, rows=part.batch_size, steps=n) for n in (first, last)]
+        return upto[1] - upto[0]
+    return part.flops_per_step * (last - first) if part.flops_per_step else None
+
+
+def _parts(run: Experiment, steps: int) -> list[tuple[Experiment, int, int]]:
+    """Returns the phases of the first `steps` steps, each with the steps after which it begins and ends."""
+    parts = [(span.experiment, span.first_step, min(steps, span.last_step)) for span in run.spans()]
+    return [(part, first, last) for part, first, last in parts if first < last]
 
 
 def evaluated_on(run: Experiment) -> str:

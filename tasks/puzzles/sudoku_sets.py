@@ -58,6 +58,8 @@ class SudokuSet:
             wrong.append("num_test None, expected a number where puzzles are generated")
         if self.csv and self.size != 9:
             wrong.append(f"size {self.size} with csv, whose puzzles are of size 9")
+        if self.csv and self.clues is not None:
+            wrong.append("clues with csv, whose puzzles are not generated; leave one of them out")
         if wrong:
             raise UserError("sudoku: " + "; ".join(wrong))
 

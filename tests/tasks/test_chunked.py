@@ -50,6 +50,23 @@ def test_the_abilities_are_those_of_the_task_of_long_rows():
     assert TASK.problems() == WHOLE.problems()
 
 
+def test_an_evaluation_says_how_many_rows_of_the_task_it_reads():
+    class Rows:
+        def __init__(self, most=9):
+            self.most = most
+
+        def evaluating(self, rows):
+            return Rows(rows)
+
+        def evaluated_on(self, most):
+            return f"{most or self.most} of 9 rows"
+
+    task = chunked.ChunkedTask(Rows(), 4)
+    assert task.evaluating(3).evaluated_on(None) == "3 of 9 rows, in chunks of 4 positions"
+    assert task.evaluated_on(8).startswith("8 chunks of 4 positions, batch after batch")
+    assert TASK.evaluated_on(None).startswith("all chunks of 4 positions")
+
+
 @pytest.mark.parametrize("length", [5, 12, 24])
 def test_rows_that_do_not_divide_are_refused(length):
     task = chunked.rows(task=WHOLE, length=length)

@@ -12,6 +12,7 @@ import pytest
 
 from core.training import evaluation, metrics
 from core.types import WeightedSum
+from launch import environment
 from launch.experiments import results, results_page, suites
 
 pytestmark = pytest.mark.part("trm")
@@ -142,6 +143,20 @@ def test_experiments_of_text_have_losses_and_what_they_differ_in(text_suite):
     (chart,) = results_page.charts(rows)
     assert {"Validation loss by step", "high", "high_seed1", "low"} <= set(texts(chart))
     assert not [label for label in texts(chart) if "%" in label]
+
+
+def test_rows_and_cost_are_those_of_each_phase(tmp_path):
+    text = f"from __gin__ import dynamic_registration\ninclude '{environment.WORKSPACE}/gin/quickstart_phases.gin'\n"
+    (tmp_path / "phased.gin").write_text(text + "SLICE = 'v4-16'\n")
+    (entry,) = suites.load([tmp_path / "phased.gin"], check_data=False)
+    run_dir = write(tmp_path / "run", [json.dumps({"step": 180, "loss": 1.0})])
+    status = {entry.id: suites.Status(suites.State.DONE, "done")}
+    (row,) = results.rows([entry], status=status, run_dirs={entry.id: run_dir})
+    first, second = (span.experiment for span in entry.experiment.spans())
+    assert row["rows"] == 150 * 16 + 30 * 8
+    assert first.flops_per_step != second.flops_per_step
+    wanted = [150 * first.flops_per_step + n * second.flops_per_step for n in (30, 50)]
+    assert [row["eflop"], row["total_eflop"]] == pytest.approx([flops / 1e18 for flops in wanted])
 
 
 def test_the_printed_table_has_the_scores_that_runs_have_and_the_settings(text_suite):
