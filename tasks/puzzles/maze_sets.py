@@ -48,9 +48,7 @@ class MazeSet:
         if not 5 <= self.size <= 100:
             raise UserError(f"maze: size {self.size}, expected 5 to 100")
         if self.csv and self.min_path is not None:
-            raise UserError(
-                "maze: min_path applies to generated mazes, and csv reads mazes: leave one of them out"
-            )
+            raise UserError("maze: min_path applies to generated mazes, and csv reads mazes: leave one of them out")
         if not self.csv and None in (self.num_train, self.num_test):
             raise UserError(
                 "maze: num_train or num_test is None; set both, or give csv to read mazes instead of generating them"

@@ -57,7 +57,8 @@ def test_more_fsdp_is_less_hbm_and_more_recomputation_is_less_hbm_and_more_cycle
             record = compiling.compile_one(
                 asked.path,
                 slice_name="v4-8",
-                bindings=[*WIDE, *one.bindings],
+                bindings=WIDE,
+                candidate=one.bindings,
                 program=program_identity.layout_text(one.made),
             )
             found[one.candidate.layout.constructor, one.candidate.remat] = record

@@ -115,6 +115,7 @@ def test_the_same_seed_gives_the_same_bytes_and_no_orientations_where_not_asked_
         ({"size": 3}, "size 3, expected 5 to 100"),
         ({"num_test": 0}, "num_test = 0"),
         ({"min_path": 0}, "min_path = 0"),
+        ({"csv": "folder", "min_path": 9}, "min_path applies to generated mazes, and csv reads mazes"),
     ],
 )
 def test_impossible_sets_are_refused(change, message):

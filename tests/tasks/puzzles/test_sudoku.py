@@ -208,6 +208,7 @@ def test_a_grid_as_text():
         ({"num_aug": -1}, "num_aug = -1"),
         ({"clues": (9, 4)}, "clues 9 to 4"),
         ({"csv": "folder"}, "size 4 with csv"),
+        ({"size": 9, "csv": "folder", "clues": (20, 22)}, "clues with csv, whose puzzles are not generated"),
     ],
 )
 def test_impossible_sets_are_refused(change, message):
