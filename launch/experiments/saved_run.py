@@ -1,6 +1,7 @@
 """Finds runs and reads their configurations, from run directories alone."""
 
 import dataclasses
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -119,13 +120,19 @@ def config(run_dir: str) -> str | None:
 def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()) -> dict[str, list[str]]:
     """Returns, for each of the configurations `texts`, the directories of runs with it.
 
-    It looks in the folders of `root`, and in their folders. Settings named in `ignoring` may differ.
+    It looks in the folders of `root`, and in their folders. Settings named in `ignoring` may differ. It names files
+    that are no configurations, and leaves them out.
     """
     found: dict[str, list[str]] = {text: [] for text in texts}
     folder = paths.resolve(root)
     forms = (f"*/{CONFIG}", f"*/*/{CONFIG}") if folder.exists() else ()
     for file in sorted(file for form in forms for file in folder.glob(form)):
-        saved = file.read_text()
+        try:
+            saved = file.read_text()
+            loader.parse(saved)
+        except (SyntaxError, UserError, UnicodeDecodeError) as error:
+            print(f"left out: {file} is no configuration: {error}", file=sys.stderr)
+            continue
         for text, runs in found.items():
             if differences.is_same(saved, text, ignoring=ignoring):
                 runs.append(str(file.parent))

@@ -47,7 +47,7 @@ def _plan(args: argparse.Namespace) -> int:
         return slice_ranking.rank(args, names, lambda question: _best(question, args), label=label)
     if len(spans) == 1:
         return _plan_one(args)
-    if given := [name for name in ("write", "json", "record", "batch-size") if getattr(args, name.replace("-", "_"))]:
+    if given := [name for name in ("write", "json", "record") if getattr(args, name)]:
         raise UserError(
             f'--{given[0]} is for one phase, and {args.experiment} has {len(spans)}: add --gin "PHASE = N" with 1 to '
             f"{len(spans)}"
@@ -64,6 +64,12 @@ def _plan(args: argparse.Namespace) -> int:
         if code == exit_codes.INTERRUPTED:
             break
     return code if planned else 1
+
+
+def _note_phase(args: argparse.Namespace) -> None:
+    spans = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build().spans()
+    if len(spans) > 1:
+        print(f'note: of phase 1 of {len(spans)}; --gin "PHASE = N" chooses another')
 
 
 def _plan_one(args: argparse.Namespace) -> int:
@@ -363,6 +369,8 @@ def run(args: argparse.Namespace) -> int:
     for name, taken in _TAKEN.items():
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):
             raise UserError(f"{', '.join(idle)}: only for a plan; --{name} takes no option but {', '.join(taken)}")
+    if args.explain is not None or args.generate:
+        _note_phase(args)
     if args.explain is not None:
         return explain.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
     if args.arithmetic and args.record:

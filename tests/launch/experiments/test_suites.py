@@ -237,6 +237,11 @@ def test_an_analysis_has_every_seed_that_was_run(folder, tmp_path, capsys):
         (run / "config.gin").write_text(suites.load([folder / "b.gin"])[0].text)
     assert analyzed() == [f"{name}{seed}" for name in "abc" for seed in ("", "_seed1", "_seed20261128")]
     assert analyzed("--seeds", "1") == ["a", "b", "c"]
+    capsys.readouterr()
+    for content in (b"this is (no gin", b"\xff"):
+        (root / "elsewhere" / "a_seed7" / "config.gin").write_bytes(content)
+        assert analyzed("--seeds", "1") == ["a", "b", "c"]
+        assert f"left out: {root}/elsewhere/a_seed7/config.gin is no configuration: " in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_refused(folder, capsys):
