@@ -324,12 +324,13 @@ def tensors_of(
         tensor = np.zeros(source.shape(sizes), source.dtype or dtype)
         for path, place, parameter in found:
             values = read(path, place[0] if place else None)[place[1:]]
-            _require_range(name, values, tensor.dtype)
+            require_range(name, values, tensor.dtype)
             parameter.source.write(tensor, values, parameter.sizes)
         yield name, tensor
 
 
-def _require_range(name: str, values: np.ndarray, dtype: np.dtype) -> None:
+def require_range(name: str, values: np.ndarray, dtype: np.dtype) -> None:
+    """Raises UserError if a finite value of a tensor is infinite in a dtype."""
     with np.errstate(over="ignore"):
         overflows = np.isinf(values.astype(dtype)) & np.isfinite(values)
     if overflows.any():

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import fnmatch
 import functools
 import importlib
 import itertools
@@ -64,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     out = _free_folder(args.out)
     step = _step(args.run)
     run_dir = str(step.parent.parent)
-    experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build()
+    experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build().spans()[-1].experiment
     exporter = _exporter(args.run, experiment.model)
-    if (vocabulary := experiment.spans()[-1].experiment.task.vocabulary) is not None:
+    if (vocabulary := experiment.task.vocabulary) is not None:
         vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())
     shapes, specs = _shapes(experiment)
     _check_parameters(args.run, step, experiment, shapes, specs)
@@ -123,13 +124,12 @@ def _decoder(run: str, experiment: Experiment, step: paths.Path, is_merged: bool
         _require_base_of_peft(run, experiment)
     if is_merged and model.lora is None:
         raise UserError(f"{run} has no adapters: leave --merge out")
-    base = dataclasses.replace(model, lora=None)
-    kind = families.family(base)
     if model.lora is None or is_merged:
-        ids, _ = _generation(experiment)
+        base = dataclasses.replace(model, lora=None)
+        kind, (ids, _) = families.family(base), _generation(experiment)
         config = {**families.config(base, kind), **ids}
         reads = functools.partial(family_tensors.merged, model=model)
-        return Exported(kind, published_files.CONFIG, config, family_tensors.named_sources(base), reads)
+        return Exported(kind, published_files.CONFIG, config, family_tensors.named_sources(base, kind), reads)
     kind = families.read_config(published_files.small_files(experiment.initialization.init_from))["model_type"]
     config = family_tensors.adapter_config(model, _base(step, experiment), kind)
     sources = family_tensors.adapter_sources(model, kind)
@@ -142,14 +142,33 @@ def _step(text: str) -> paths.Path:
 
 
 def _require_base_of_peft(run: str, experiment: Experiment) -> None:
-    base = experiment.initialization.init_from
+    chosen, base = experiment.initialization, experiment.initialization.init_from
     if not _is_published(base):
         raise UserError(f"{run}: its base is {base or 'no published model'!r}, which PEFT cannot load: give --merge")
-    kind = families.read_config(published_files.small_files(base))["model_type"]
+    config = families.read_config(published_files.small_files(base))
+    kind = config["model_type"]
     if families.known()[kind].inside:
         raise UserError(f"{run}: PEFT has other names for the decoder in its base {base!r} ({kind}): give --merge")
-    if experiment.initialization.init_layers:
+    if chosen.init_layers:
         raise UserError(f"{run}: its base has other layers than {base!r} (INIT_LAYERS): give --merge")
+    if chosen.init_renames:
+        raise UserError(f"{run}: its base has other names than {base!r} (INIT_RENAMES): give --merge")
+    if lines := _other_settings(experiment.model, config, base):
+        raise UserError(f"{run}: PEFT would load {base!r}, whose settings differ: {'; '.join(lines)}: give --merge")
+    read = family_tensors.sources(cast(Any, experiment.model), kind)
+    if own := [path for path in read if not any(fnmatch.fnmatch(path, p) for p in chosen.init_patterns)]:
+        listed = ", ".join(units.shortened(own, most=3))
+        raise UserError(
+            f"{run}: {units.counted(len(own), 'parameter')} of its base began from the seed, not from {base!r} "
+            f"({listed}; INIT_PATTERNS): give --merge"
+        )
+
+
+def _other_settings(model: Any, config: Any, base: str) -> list[str]:
+    """Returns a line for each setting that makes a decoder without its adapters compute otherwise than its base."""
+    most = families.fields(config)["max_positions"]
+    alone = dataclasses.replace(model, lora=None, quantization="none", max_positions=most)
+    return families.differences(alone, config, where=f"{published_files.described(base)}/{published_files.CONFIG}")
 
 
 def _is_published(base: str) -> bool:
@@ -215,8 +234,7 @@ def _reader(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -
 
 def _generation(experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the special ids for config.json, and the content of generation_config.json."""
-    task = experiment.spans()[-1].experiment.task
-    vocabulary = task.vocabulary
+    task, vocabulary = experiment.task, experiment.task.vocabulary
     if vocabulary is None:
         return {}, {}
     bos_id, stop_ids = vocabulary.bos_id, task.stop_ids() if can(task, FramesTexts) else (vocabulary.eos_id,)

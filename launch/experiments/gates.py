@@ -218,8 +218,12 @@ class _Report:
         return {name: value for name, value in found.items() if math.isfinite(value)}  # NaN: a constant
 
     def write(self, folder: Any, suffix: str, about: Mapping[str, Any]) -> list[str]:
-        result = {**about, "gates": self.rows, "differences": self.differences, "correlations": self._correlations()}
-        text = json.dumps(result, indent=1) + "\n"
+        rows = {
+            name: {column: value if math.isfinite(value) else None for column, value in row.items()}
+            for name, row in self.rows.items()
+        }
+        result = {**about, "gates": rows, "differences": self.differences, "correlations": self._correlations()}
+        text = json.dumps(result, indent=1, allow_nan=False) + "\n"
         files = {f"gates{suffix}.json": text, f"chunks{suffix}.csv": self._csv()}
         for name, content in files.items():
             paths.write_text_atomically(folder / name, content)

@@ -54,7 +54,10 @@ def _exported(run: str, experiment: Experiment, step: paths.Path, is_merged: boo
         for name, tensor in kept.items():
             part = tuple(slice(0, size) for size in tensor.shape)
             array = safetensors_files.Reader(tensor, [part])(part)
-            yield name, array.astype(dtype) if published_folders.is_float(array.dtype) else array
+            if published_folders.is_float(array.dtype):
+                published_folders.require_range(name, array, dtype)
+                array = array.astype(dtype)
+            yield name, array
 
     return Exported(
         kind,

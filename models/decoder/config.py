@@ -198,6 +198,11 @@ class DecoderConfig(Decoder):
             )
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(f"Transformer: head_dim = {self.head_width} is odd; rotary embeddings need an even size")
+        if self.planner is not None and self.head_width % 2:
+            raise UserError(
+                f"Transformer.planner has rotary embeddings, also where positions = {self.positions!r}, and head_dim = "
+                f"{self.head_width} is odd; expected an even head_dim, or planner = None"
+            )
         if self.positions == "learned" and self.max_positions is None:
             raise UserError("Transformer: learned positions need max_positions, the number of vectors to learn")
         if self.layer_inputs is not None and self.planner is not None:

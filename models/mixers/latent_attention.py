@@ -192,7 +192,8 @@ class LatentAttention(Part):
     def on_gpus(self, decoder: Decoder, length: int) -> str | None:
         if decoder.attention in ("plain", "none", "splash"):
             return f"attention = {decoder.attention!r}"
-        problem = cudnn_attention.problem(length, self.plain_dim + self.rotary_dim, decoder.dtype, softcap=None)
+        width, values = self.plain_dim + self.rotary_dim, self.value_dim
+        problem = cudnn_attention.problem(length, width, decoder.dtype, softcap=None, value_dim=values)
         return f"plain products: {problem}" if problem else "flash attention of cuDNN"
 
 

@@ -192,7 +192,8 @@ class Reconstruction(Gate):
         signal, chunks = signals.step_0, state["chunks"] + 1
         seen = jnp.stack(state["seen"])
         seen = jnp.where(jnp.arange(self.calibration) == state["chunks"], signal, seen)
-        quantile = jnp.sort(seen)[min(int((1 - self.rate) * self.calibration), self.calibration - 1)]
+        below = int(round((1 - self.rate) * self.calibration, 9))  # 40% of 5 chunks are 2, not 1.9999999999999996
+        quantile = jnp.sort(seen)[min(below, self.calibration - 1)]
         updates = (chunks <= self.calibration) | (signal > state["threshold"])
         threshold = jnp.where(chunks == self.calibration, quantile, state["threshold"])
         rate = (1 - self.alpha) * state["rate"] + self.alpha * updates

@@ -74,6 +74,7 @@ def fields(config: Mapping[str, Any], *, where: str = published_files.CONFIG) ->
         "patch_bias": not is_clip,
         "class_token": is_clip,
         "input_norm": is_clip,
+        "cut": found["image_size"] % found["patch_size"] > 0,
         "output_norm": not is_clip,  # CLIP normalizes the class token alone, which is not part of the features
         **(_CLIP_COLORS if is_clip else {}),
     }

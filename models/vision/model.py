@@ -18,7 +18,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from core import identity, logical, parameters, random_bits
+from core import identity, logical, parameters, random_bits, units
 from core.checkpoints import published_files
 from core.errors import UserError, check_integer
 from core.types import Batch, Carry, LossOutput, Params, WeightedSum
@@ -218,7 +218,7 @@ class VisionLanguageModel:
         slots = batch["slots"].reshape(rows, number, -1)  # [B, I, S]
         selector, n, s = self._selector, self.image_tokens, slots.shape[-1]
         selector.check(num_patches=n, slots=s)
-        self._check_positions(batch["inputs"].shape[1] + n - s)
+        self._check_positions(batch["inputs"].shape[1] + number * (n - s), images=number)
         at = Placed.of(batch, slots)
         patches = self.vision.embedded(images, dtype=self.decoder.dtype)
         scores, guesses = None, None
@@ -278,12 +278,13 @@ class VisionLanguageModel:
         logits = glimpsed.log_answers(size).reshape(*targets.shape, size)
         return losses.cross_entropy(logits, targets.astype(jnp.int32), weights, vocab_size=size)
 
-    def _check_positions(self, length: int) -> None:
+    def _check_positions(self, length: int, *, images: int) -> None:
         most = self.decoder.max_positions
         if most is not None and length > most:
             raise UserError(
-                f"rows with all patches of an image have {length} positions, and the decoder has max_positions = "
-                f"{most}: set LENGTH lower"
+                f"rows with all patches of {units.counted(images, 'image')} have {length} positions, and the decoder "
+                f"has max_positions = {most}: set LENGTH lower, give a row fewer images or, with rotary positions, set "
+                f"max_positions = {length}"
             )
 
     def _connected(self, x: jax.Array) -> jax.Array:
@@ -395,7 +396,7 @@ class Placed:
     ) -> tuple[Batch, Inserted, Chosen]:
         """Returns the decoder's batch, the vectors to insert, and the chosen patches.
 
-        Positions are as if all patches of an image were there.
+        Positions are as if all patches of each image were there.
 
         Args:
           visual: the chosen patches, [B, I S, D].
@@ -408,29 +409,38 @@ class Placed:
         patch = jnp.einsum("bst,bs->bt", self.slots, index).astype(jnp.int32)
         is_slot = jnp.sum(self.slots, axis=1) > 0
         text = batch["positions"] + shift * jnp.any(self.image, axis=1)
+        positions = jnp.where(is_slot, patch, text)
+        if self.image.shape[1] > 1:
+            is_alone = jnp.sum(self.image, axis=1) <= 1  # the only image of its segment, whose patches begin at 0
+            positions = jnp.where(is_alone, positions, self._positions(batch["positions"], chosen, shift))
         bias = None
         if chosen.bias is not None:
             bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(rows, -1))
         values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
-        read = {**batch, "positions": jnp.where(is_slot, patch, text)}
+        read = {**batch, "positions": positions}
         return read, Inserted(values, is_slot, Prefix(batch["until"], bias)), chosen
 
     def _decoded_causally(
         self, batch: Batch, visual: jax.Array, chosen: Chosen, shift: int
     ) -> tuple[Batch, Inserted, Chosen]:
+        is_slot, prefix = jnp.sum(self.slots, axis=1) > 0, None
+        if chosen.bias is not None:
+            bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(len(visual), -1))
+            prefix = Prefix(jnp.broadcast_to(jnp.arange(is_slot.shape[1]), is_slot.shape), bias)
+        values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
+        read = {**batch, "positions": self._positions(batch["positions"], chosen, shift)}
+        return read, Inserted(values, is_slot, prefix), chosen
+
+    def _positions(self, positions: jax.Array, chosen: Chosen, shift: int) -> jax.Array:
+        """Returns positions [B, T], each moved by `shift` for every earlier image of its segment."""
+        if not shift:
+            return positions
         rows, number = self.image.shape[:2]
         slots = self.slots.reshape(rows, number, -1, self.slots.shape[-1])
-        places, positions = jnp.arange(slots.shape[-1]), batch["positions"].astype(jnp.float32)
-        is_slot, prefix = jnp.sum(self.slots, axis=1) > 0, None
-        if shift:
-            start = jnp.einsum("bit,t->bi", slots[:, :, 0], places.astype(jnp.float32))
-            after = self.image & (places > start[:, :, None])
-            positions += shift * jnp.sum(after, axis=1)  # by all earlier images of the segment
-            first = jnp.einsum("bit,bt->bi", slots[:, :, 0], positions)
-            index = chosen.indices.reshape(rows, number, -1) + first[:, :, None]
-            positions = jnp.where(is_slot, jnp.einsum("bist,bis->bt", slots, index), positions)
-        if chosen.bias is not None:
-            bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(rows, -1))
-            prefix = Prefix(jnp.broadcast_to(places, is_slot.shape), bias)
-        values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
-        return {**batch, "positions": positions.astype(jnp.int32)}, Inserted(values, is_slot, prefix), chosen
+        places, moved = jnp.arange(slots.shape[-1]), positions.astype(jnp.float32)
+        start = jnp.einsum("bit,t->bi", slots[:, :, 0], places.astype(jnp.float32))
+        moved += shift * jnp.sum(self.image & (places > start[:, :, None]), axis=1)
+        first = jnp.einsum("bit,bt->bi", slots[:, :, 0], moved)
+        index = chosen.indices.reshape(rows, number, -1) + first[:, :, None]
+        is_slot = jnp.sum(self.slots, axis=1) > 0
+        return jnp.where(is_slot, jnp.einsum("bist,bis->bt", slots, index), moved).astype(jnp.int32)

@@ -221,8 +221,7 @@ def _tower(one: Family, config: Config, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: model_type = {kind!r} is not supported; supported are {', '.join(one.towers)}")
     if problems := published_keys.problems(config, {*towers.keys(kind), *OF_TOWER}):
         raise UserError(f"{where} (model_type {kind}): " + "; ".join(problems))
-    found = towers.fields({**config, "model_type": kind}, where=where)
-    return {**found, "cut": found["image_size"] % found["patch_size"] > 0}
+    return towers.fields({**config, "model_type": kind}, where=where)
 
 
 def _decoder(one: Family, outer: Config, config: Config, where: str) -> dict[str, Any]:
@@ -304,7 +303,8 @@ def exported(model: Model, folder: str, config: Config) -> tuple[dict[str, Sourc
     name. Raises UserError if the model's settings differ from `config`.
     """
     name = published_files.described(folder)
-    if lines := differences(model, config, where=f"{name}/{published_files.CONFIG}"):
+    exact = dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, quantization="none"))
+    if lines := differences(exact, config, where=f"{name}/{published_files.CONFIG}"):
         raise UserError(f"the model is no longer that of {name}, whose config.json an export has: {'; '.join(lines)}")
     tensors = safetensors_files.tensors(published_files.weights(folder))
     one = FAMILIES[config["model_type"]]

@@ -122,6 +122,27 @@ def test_a_run_from_a_folder_generates_and_exports_the_same_model(run_dir, tmp_p
     assert dataclasses.replace(again, head_dim=None) == dataclasses.replace(laid_out.model, head_dim=None)
 
 
+def test_an_export_has_the_tokenizer_and_the_ids_of_the_last_phase(run_dir, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    write_tokenizer(other, WORDS[::-1])  # w82, which ends a text, is 0
+    told = (
+        "from launch import experiment",
+        "from tasks.text import vocabularies",
+        "PHASES = (@last/experiment.Phase(),)",
+        "last/experiment.Phase.after = 1",
+        "last/experiment.Phase.task = @last/text.files()",
+        "last/text.files.vocabulary = @last/vocabularies.tokenizer()",
+        f"last/vocabularies.tokenizer.folder = '{other}'",
+    )
+    words = (word for line in told for word in ("--gin", line))
+    assert run_command("export", run_dir, "--out", tmp_path / "out", *words) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (other / name).read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == 0
+
+
 @pytest.mark.covers("C17")
 def test_a_run_needs_its_folder_no_longer(folder, run_dir, tmp_path, capsys):
     assert not folder.exists()
@@ -538,6 +559,45 @@ def test_adapters_start_from_a_folder_and_are_exported_alone_or_merged(adapted, 
     others = "INIT_LAYERS = {'layers/*': (0, 2, 1)}"
     assert run_command("export", run, "--out", tmp_path / "none", "--gin", others) == 2
     assert "its base has other layers than" in capsys.readouterr().err
+
+
+@pytest.mark.covers("N07")
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ("pretrained.model.rope_theta = 5.0", "rope_theta = 500000.0 in "),
+        ("pretrained.model.norm_eps = 0.5", "norm_eps = 1e-05 in "),
+        ("pretrained.model.attention = 'none'", "attention = 'auto' in "),
+        ("INIT_RENAMES = {'other/*': 'layers/*'}", "its base has other names than"),
+        ("INIT_PATTERNS = ('*layers/*', 'embedding')", "2 parameters of its base began from the seed, not from "),
+    ],
+)
+def test_adapters_are_not_exported_for_a_base_that_the_run_did_not_have(adapted, told, says, tmp_path, capsys):
+    base, run, _ = adapted
+    assert run_command("export", run, "--out", tmp_path / "out", "--gin", told) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert f"{base}" in said
+    assert "give --merge" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.covers("N07")
+@pytest.mark.parametrize("told", ["pretrained.model.max_positions = 200", "pretrained.model.quantization = 'int8'"])
+def test_adapters_are_exported_whatever_does_not_change_their_base(adapted, told, tmp_path):
+    base, run, _ = adapted
+    assert run_command("export", run, "--out", tmp_path / "out", "--gin", told) == 0
+    settings = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_run_with_rounded_products_is_exported_as_others(run_dir, quantization, tmp_path):
+    told = f"pretrained.model.quantization = '{quantization}'"
+    assert run_command("export", run_dir, "--out", tmp_path / "out", "--dtype", "float32", "--gin", told) == 0
+    exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", FAMILY))
+    assert exported.keys() == original.keys()
+    assert all(np.array_equal(exported[name], original[name]) for name in original)
 
 
 @pytest.mark.covers("N07")

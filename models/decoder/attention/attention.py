@@ -66,7 +66,7 @@ def attend(
     """
     if choice == "none":
         return _repeat_heads(v, q.shape[2])
-    _check(choice, q, prefix, softcap=scores.softcap, has_sinks=sinks is not None)
+    _check(choice, q, v, prefix, softcap=scores.softcap, has_sinks=sinks is not None)
     order: np.ndarray | None = None
     if ring_attention.shards() == 1:
         k, v = (logical.constrain(a, "batch", "kv_length", "kv_heads", "head_dim") for a in (k, v))
@@ -89,7 +89,7 @@ def attend(
 def _computed(
     choice: str, operands: tuple[Any, ...], scores: Scores, *, order: np.ndarray | None, tiles: Tiles
 ) -> jax.Array:
-    q, *_, prefix, sinks = operands
+    q, _, v, *_, prefix, sinks = operands
     by_products = functools.partial(plain, scores=scores, order=order)
     by_kernel = functools.partial(splash_attention, scores=scores, order=order, tiles=tiles)
     by_cudnn = functools.partial(on_gpus, scores=scores)
@@ -97,7 +97,7 @@ def _computed(
         return (by_kernel if choice == "splash" else by_cudnn)(*operands)
     kernels = {"tpu": by_kernel} if fits_tiles(q.shape[1]) else {}
     needs: dict[str, Any] = {"softcap": scores.softcap, "prefix": prefix, "has_sinks": sinks is not None}
-    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, **needs):
+    if not cudnn_attention.problem(q.shape[1], q.shape[-1], q.dtype, value_dim=v.shape[-1], **needs):
         kernels["cuda"] = by_cudnn
     if choice == "plain" or not kernels:
         return by_products(*operands)
@@ -489,12 +489,14 @@ def _attend_locally(
     return jnp.swapaxes(out, 1, 2)  # [B, T, H, K]
 
 
-def _check(choice: str, q: jax.Array, prefix: Prefix | None, *, softcap: float | None, has_sinks: bool) -> None:
+def _check(
+    choice: str, q: jax.Array, v: jax.Array, prefix: Prefix | None, *, softcap: float | None, has_sinks: bool
+) -> None:
     if choice == "splash":
         _check_tiles(q.shape[1])
     if choice == "cudnn":
         needs: dict[str, Any] = {"softcap": softcap, "prefix": prefix, "has_sinks": has_sinks}
-        cudnn_attention.check(q.shape[1], q.shape[-1], q.dtype, **needs)
+        cudnn_attention.check(q.shape[1], q.shape[-1], q.dtype, value_dim=v.shape[-1], **needs)
     if prefix is None:
         return
     if ring_attention.shards() > 1:

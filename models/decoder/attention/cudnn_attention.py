@@ -3,7 +3,7 @@
 Segments and prefixes become a mask, which JAX passes as a bias [B, 1, T, T].
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ def problem(
     dtype: DTypeLike,
     *,
     softcap: float | None,
+    value_dim: int | None = None,
     prefix: Prefix | None = None,
     has_sinks: bool = False,
 ) -> str:
@@ -32,6 +33,8 @@ def problem(
 
     Args:
       length: positions per row.
+      head_dim: width of queries and keys.
+      value_dim: width of values; None: `head_dim`.
       softcap: as in `models.decoder.attention.scores.Scores`.
       prefix: as in `models.decoder.attention.attention.attend`.
     """
@@ -41,6 +44,8 @@ def problem(
         return f"cuDNN computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > MOST_HEAD_DIM:
         return f"cuDNN needs a head_dim that is a multiple of 8, at most {MOST_HEAD_DIM}, not {head_dim}"
+    if value_dim is not None and value_dim > head_dim:
+        return f"cuDNN needs values that are at most as wide as keys ({head_dim}), not {value_dim}"
     if length % 2:
         return f"cuDNN needs an even number of positions, not {length}"
     if softcap is not None:
@@ -60,15 +65,17 @@ def check(
     dtype: DTypeLike,
     *,
     softcap: float | None,
-    prefix: Prefix | None,
+    value_dim: int | None = None,
+    prefix: Prefix | None = None,
     has_sinks: bool = False,
 ) -> None:
     """Raises UserError, with the reason, if cuDNN cannot compute an attention.
 
     Args:
-      length, head_dim, dtype, softcap, prefix, has_sinks: as in `problem`.
+      length, head_dim, dtype, softcap, value_dim, prefix, has_sinks: as in `problem`.
     """
-    if reason := problem(length, head_dim, dtype, softcap=softcap, prefix=prefix, has_sinks=has_sinks):
+    needs: dict[str, Any] = {"softcap": softcap, "value_dim": value_dim, "prefix": prefix, "has_sinks": has_sinks}
+    if reason := problem(length, head_dim, dtype, **needs):
         raise UserError(f"attention = 'cudnn': {reason}; attention = 'auto' uses plain products where cuDNN cannot")
 
 

@@ -1,5 +1,6 @@
 """Reads and writes the `config.json` of published families, the modules of `models/families/`."""
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping
@@ -112,11 +113,12 @@ def read_config(folder: paths.Path) -> dict[str, Any]:
 
 
 def family(model: DecoderConfig) -> str:
-    """Returns the `model_type` whose format expresses a decoder most closely.
+    """Returns the `model_type` whose format expresses a decoder most closely, in products of any type.
 
     Raises:
       UserError: no family has these fields.
     """
+    model = dataclasses.replace(model, quantization="none")
     found: list[tuple[bool, int, int, str, dict[str, tuple[Any, Any]]]] = []
     wanted = model.settings()
     for kind, one in known().items():
@@ -132,10 +134,7 @@ def family(model: DecoderConfig) -> str:
             (bool(wrong), len(wrong) + len(again.settings().keys() ^ wanted.keys()), len(written), kind, wrong)
         )
     *_, nearest, wrong = min(found)
-    if model.attention == "none":
-        wrong["attention"] = "auto", model.attention
-    if model.planner is not None:
-        wrong["planner"] = None, model.planner
+    wrong |= _of_no_family(model)
     if wrong:
         again = DecoderConfig(**fields(config(model, nearest)))
         own = {name: tuple(getattr(one, name, None) for one in (again, model)) for name in wrong}
@@ -152,8 +151,18 @@ def differences(model: DecoderConfig, config: Config, *, where: str = CONFIG) ->
     published = DecoderConfig(**fields(config, where=where))
     return [
         f"{name} = {theirs!r} in {where}, {ours!r} in the model"
-        for name, (theirs, ours) in differing_settings(published, model).items()
+        for name, (theirs, ours) in (differing_settings(published, model) | _of_no_family(model)).items()
     ]
+
+
+def _of_no_family(model: DecoderConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns what a decoder computes, but no published model does: `{field: (their value, our value)}`."""
+    found: dict[str, tuple[Any, Any]] = {}
+    if model.attention == "none":
+        found["attention"] = "auto", model.attention
+    if model.planner is not None:
+        found["planner"] = None, model.planner
+    return found
 
 
 def config(model: DecoderConfig, kind: str) -> dict[str, Any]:

@@ -126,3 +126,17 @@ def test_gates_differences_and_correlations_are_printed(capsys):
     for name, signal in (("loss of the base", [1, 1.5, 2]), ("reconstruction loss", [3, 4, 2.5])):
         expected = np.corrcoef(signal, [0.5, 1.0, 0.0])[0, 1]
         assert f"correlation of {name} and advantage: {expected:+.3f}" in said
+
+
+def test_figures_that_a_gate_does_not_have_are_null(tmp_path):
+    report = SimpleNamespace(
+        rows={"oracle": {"loss": 0.5, "recovery": math.nan, "milliseconds": math.nan}},
+        differences={"a": (0.25, -0.125, 0.5)},
+        _correlations=dict,
+        _csv=lambda: "",
+    )
+    gates._Report.write(report, tmp_path, "", {"budget": 2.0})
+    text = (tmp_path / "gates.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["gates"] == {"oracle": {"loss": 0.5, "recovery": None, "milliseconds": None}}
+    assert found["differences"] == {"a": [0.25, -0.125, 0.5]}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from core.checkpoints import published_files
 from core.checkpoints.store import Checkpoints
@@ -176,6 +176,26 @@ def test_a_run_continues_a_prompt_with_an_image_as_transformers(name, tmp_path):
         ]
         [found] = model.continued([prompt], max_tokens=8, images=[[str(PHOTO)]])
         assert reference["ids"].tolist() + found.ids == reference["greedy"].tolist()
+
+
+def test_a_run_with_rounded_products_is_exported_as_others(tmp_path):
+    run, folder = started("llava", tmp_path, "pretrained.model.quantization = 'int8'")
+    assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
+    exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
+    assert all(np.array_equal(exported[key], original[key]) for key in original)
+
+
+def test_tensors_that_the_run_does_not_read_are_in_the_range_of_the_export(tmp_path, capsys):
+    run, folder = started("llava", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(key for key in tensors if "post_layernorm.weight" in key)
+    tensors[name] = tensors[name] * 0 + 1e6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run_command("export", run, "--out", tmp_path / "narrow", "--dtype", "float16") == 2
+    assert f"{name} has 1e+06, beyond the range of float16" in capsys.readouterr().err
+    assert not (tmp_path / "narrow" / "config.json").exists()
+    assert run_command("export", run, "--out", tmp_path / "wide", "--dtype", "bfloat16") == 0
+    assert np.isfinite(load_file(tmp_path / "wide" / "model.safetensors")[name].astype(np.float32)).all()
 
 
 def test_a_selector_is_not_exported(tmp_path, capsys):

@@ -82,3 +82,15 @@ def test_a_planner_goes_with_first_layers_and_no_published_family_has_one():
     assert any("planner" in module for module in params)
     with pytest.raises(UserError, match=r"no published family has these fields; .* planner = None"):
         families.family(dataclasses.replace(PLAIN, planner=Planner(chunk=4)))
+
+
+def test_an_odd_head_size_is_refused_before_anything_is_initialized():
+    """The planner has rotary embeddings also where the decoder has learned positions."""
+    learned = {"positions": "learned", "max_positions": 24, "head_dim": 7}
+    dataclasses.replace(MODEL, **learned, planner=None)
+    with pytest.raises(
+        UserError, match=r"planner has rotary embeddings, also where positions = 'learned', .* 7 is odd"
+    ):
+        dataclasses.replace(MODEL, **learned)
+    model = dataclasses.replace(MODEL, **{**learned, "head_dim": 8})
+    jax.eval_shape(model.init, jax.random.key(0), BATCH)

@@ -68,6 +68,16 @@ def test_budgets_are_held():
         assert np.mean(found[16:]) == pytest.approx(rate, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("budget", "chunks", "below"), [(2.8, 10, 1), (2.4, 10, 3), (2.0, 16, 8), (2.2, 5, 2), (3.0, 4, 0)]
+)
+def test_the_first_threshold_is_above_the_share_of_chunks_that_the_budget_leaves_out(budget, chunks, below):
+    gate = gates.Reconstruction(budget=budget, calibration=chunks, alpha=0.0)
+    values = np.arange(1.0, chunks + 1, dtype=np.float32)
+    state, _ = decide(gate, gate.init(), values)
+    assert float(state["threshold"]) == values[below]
+
+
 def _key():
     return jax.random.key(3)
 

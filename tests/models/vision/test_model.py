@@ -66,14 +66,50 @@ def test_hidden_patches_count_for_nothing_where_attention_is_causal(images):
     assert (chosen[0] == chosen[1]).all()
 
 
-def test_a_patch_has_the_position_of_its_place_after_all_patches_of_earlier_images():
+def positions(batch, chosen, *, images, shift, causal):
+    """The positions that the decoder reads in a batch, of images with the patches `chosen`."""
+    rows = len(batch["inputs"])
+    slots = batch["slots"].reshape(rows, images, -1)
+    given = Chosen(jax.numpy.array(chosen), None, jax.numpy.zeros(()))
+    visual = jax.numpy.zeros((rows, slots[0].size, 1))
+    read, *_ = Placed.of(batch, slots).decoded(batch, visual, given, shift=shift, causal=causal)
+    return read["positions"].tolist()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_patch_has_the_position_of_its_place_after_all_patches_of_earlier_images(causal):
     batch, _ = subjects.asked(subjects.CHOSEN, images=2, rows=1)
-    slots = batch["slots"].reshape(1, 4, subjects.CHOSEN)
-    chosen = Chosen(jax.numpy.array([[0, 1, 2, 3], [2, 6, 9, 10]] * 2), None, jax.numpy.zeros(()))
-    visual = jax.numpy.zeros((1, 16, 1))
-    read, *_ = Placed.of(batch, slots).decoded(batch, visual, chosen, shift=12, causal=True)
     own = [0, 1, 2, 3, 4, 5, 18, 19, 22, 26, 29, 30, 36, 37, 38, 39]
-    assert read["positions"].tolist() == [own + own]
+    chosen = [[0, 1, 2, 3], [2, 6, 9, 10]] * 2
+    assert positions(batch, chosen, images=4, shift=12, causal=causal) == [own + own]
+    everything = [[0, 1, 2, 3]] * 4
+    assert positions(batch, everything, images=4, shift=0, causal=causal) == batch["positions"].tolist()
+
+
+def test_positions_are_counted_by_the_number_of_images_of_a_segment():
+    """A segment of two images and one of a single image, whose patches begin at 0, wherever it is; no third image."""
+    segments = [1] * 7 + [2] * 6 + [0]
+    batch = {
+        "slots": np.array([[0, 1, 2, 3, 8, 9, -1, -1]]),
+        "inputs": np.zeros((1, 14), np.int32),
+        "segment_ids": np.array([segments]),
+        "positions": np.array([[*range(7), *range(6), 0]], np.int32),
+        "until": np.array([[5] * 6 + [6] + [11] * 5 + [12, 13]]),
+    }
+    found = positions(batch, [[0, 4], [1, 3], [2, 4], [0, 1]], images=4, shift=3, causal=False)
+    assert found == [[0, 4, 6, 8, 10, 11, 12, 3, 2, 4, 6, 7, 8, 0]]
+
+
+def test_rows_whose_images_need_more_positions_than_the_decoder_has_are_refused():
+    batch = subjects.batch(subjects.CHOSEN, rows=1)  # two images of 16 patches, of which 4 are chosen
+    length = batch["inputs"].shape[1]
+    for most, fits in ((length + 24, True), (length + 23, False)):
+        model = subjects.model("center", decoder=dataclasses.replace(subjects.DECODER, max_positions=most))
+        if fits:
+            jax.eval_shape(model.init, jax.random.key(0), batch)
+            continue
+        with pytest.raises(UserError, match=f"all patches of 2 images have {length + 24} positions.*{most}"):
+            jax.eval_shape(model.init, jax.random.key(0), batch)
 
 
 def test_a_row_and_its_segments_depend_on_nothing_else(soft):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import haiku as hk
 import jax
@@ -119,6 +120,22 @@ def test_sizes_that_do_not_fit_are_refused(changes, said):
     sizes = {"image_size": 12, "patch_size": 4, "num_layers": 1, "embed_dim": 16, "mlp_dim": 16, "num_heads": 2}
     with pytest.raises(UserError, match=said):
         tower.VisionTower(**{**sizes, **changes})
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip"])
+def test_a_folder_whose_images_have_pixels_after_the_last_patch_is_read(name, tmp_path):
+    """As google/siglip-so400m-patch14-384."""
+    config = json.loads((HERE / name / "config.json").read_text())
+    inner = config.get("vision_config", config)
+    whole = families.pretrained(str(HERE / name))
+    inner["image_size"] += inner["patch_size"] - 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(HERE / name / "model.safetensors", tmp_path)
+    found = families.pretrained(str(tmp_path))
+    assert (found.cut, whole.cut) == (True, False)
+    assert (found.image_size, found.num_patches) == (whole.image_size + whole.patch_size - 1, whole.num_patches)
+    notes = families.published_folder(found, str(tmp_path), config).notes
+    assert not any("cut" in note or "image_size" in note for note in notes)
 
 
 def test_an_unknown_vision_model_is_refused():

@@ -22,6 +22,7 @@ from models.decoder.layers import Attention
 from models.decoder.parts import Sum
 from models.decoder.prefix import Prefix
 from models.mixers.block_sparse import BlockSparse
+from models.mixers.latent_attention import LatentAttention
 from models.mixers.s5 import S5
 from parallel import strategies
 from parallel.partitioner import Partitioner
@@ -139,6 +140,13 @@ def test_attention_that_cudnn_cannot_compute_is_plain_for_cuda(inputs):
     assert not lowered(inputs, table=strategies.context(sequence=2))
     bias = Prefix(until(inputs), jnp.zeros((BATCH, LENGTH)))
     assert not lowered(inputs, prefix=bias)
+    q, k, v, *others = inputs
+    wide = (q, k, jnp.concatenate([v, v], axis=-1), *others)
+    assert not lowered(wide)
+    with pytest.raises(
+        UserError, match=r"attention = 'cudnn': .*values that are at most as wide as keys \(16\), not 32"
+    ):
+        lowered(wide, choice="cudnn")
     assert not cudnn_attention.problem(LENGTH, HEAD_DIM, "bfloat16", softcap=None)
 
 
@@ -149,6 +157,7 @@ def test_attention_that_cudnn_cannot_compute_is_plain_for_cuda(inputs):
         ({"dtype": "float32"}, "cuDNN computes in bfloat16 or float16, not in float32"),
         ({"head_dim": 256}, "a head_dim that is a multiple of 8, at most 128, not 256"),
         ({"head_dim": 36}, "a multiple of 8, at most 128, not 36"),
+        ({"value_dim": 136}, "values that are at most as wide as keys (128), not 136"),
         ({"length": 47}, "an even number of positions, not 47"),
         ({"softcap": 50.0}, "does not bound scores (softcap = 50.0)"),
         ({"prefix": Prefix(np.zeros((1, 8)), np.zeros((1, 8)))}, "no gradient for the biases of keys"),
@@ -156,7 +165,7 @@ def test_attention_that_cudnn_cannot_compute_is_plain_for_cuda(inputs):
 )
 def test_what_cudnn_cannot_compute_has_a_reason(changes, reason):
     usual = {"dtype": "bfloat16", "head_dim": 128, "length": 2048, "softcap": None}
-    assert cudnn_attention.problem(**usual) == ""
+    assert cudnn_attention.problem(**usual) == cudnn_attention.problem(**usual, value_dim=64) == ""
     assert reason in cudnn_attention.problem(**{**usual, **changes})
 
 
@@ -194,6 +203,9 @@ def test_a_decoder_says_how_it_attends_on_gpus():
         ),
     ]:
         assert dataclasses.replace(model, **changes).attention_on_gpus(2048) == said
+    wide = LatentAttention(latent_dim=16, plain_dim=16, rotary_dim=8, value_dim=32)
+    said = dataclasses.replace(model, mixer=wide).attention_on_gpus(2048)
+    assert said == "plain products: cuDNN needs values that are at most as wide as keys (24), not 32"
 
 
 @pytest.mark.slow
