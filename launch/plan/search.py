@@ -112,7 +112,7 @@ def ask(
     if others and experiment.is_one_phase:
         raise UserError(
             f"--batch-size {others[0]}: the phase has {experiment.batch_size} rows, and no binding changes them "
-            "without changing other phases. Leave --batch-size out; to plan other rows, bind the batch size of the phase"
+            "without changing other phases. Leave --batch-size out; bind the batch size of the phase to plan other rows"
         )
     for size in others:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))

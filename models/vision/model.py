@@ -273,10 +273,11 @@ class VisionLanguageModel:
     def _guessed(self, batch: Batch, at: Placed, glimpsed: Glimpsed) -> LossOutput:
         after = jnp.pad(at.question[..., 1:], ((0, 0), (0, 0), (0, 1)))
         last = at.question * (1 - after)  # the last word of a question, whose target the answer begins with
-        targets, weights = (jnp.einsum("bit,bt->bi", last, batch[name]) for name in ("targets", "weights"))
+        chosen = (jnp.where(last > 0, batch[name][:, None], 0) for name in ("targets", "weights"))
+        targets, weights = (jnp.sum(of_question, axis=-1) for of_question in chosen)
         size = self.decoder.vocab_size
         logits = glimpsed.log_answers(size).reshape(*targets.shape, size)
-        return losses.cross_entropy(logits, targets.astype(jnp.int32), weights, vocab_size=size)
+        return losses.cross_entropy(logits, targets, weights, vocab_size=size)
 
     def _check_positions(self, length: int, *, images: int) -> None:
         most = self.decoder.max_positions
@@ -363,6 +364,18 @@ def part_of(path: str) -> str:
     return next((part for part in PARTS[:-1] if path.startswith(f"{part}_")), PARTS[-1])
 
 
+def _placed(slots: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the value of the slot at each position, [B, T], and 0 where there is none.
+
+    No product, which TPUs would round to bfloat16: integers above 256 would change.
+
+    Args:
+      slots: `Placed.slots`.
+      values: [B, I S].
+    """
+    return jnp.sum(jnp.where(slots > 0, values[..., None], 0), axis=1, dtype=values.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Placed:
     """Where images and questions are in the rows of a batch.
@@ -405,8 +418,7 @@ class Placed:
         if causal:
             return self._decoded_causally(batch, visual, chosen, shift)
         rows = len(visual)
-        index = chosen.indices.reshape(rows, -1).astype(jnp.float32)
-        patch = jnp.einsum("bst,bs->bt", self.slots, index).astype(jnp.int32)
+        patch = _placed(self.slots, chosen.indices.reshape(rows, -1).astype(jnp.int32))
         is_slot = jnp.sum(self.slots, axis=1) > 0
         text = batch["positions"] + shift * jnp.any(self.image, axis=1)
         positions = jnp.where(is_slot, patch, text)
@@ -415,7 +427,7 @@ class Placed:
             positions = jnp.where(is_alone, positions, self._positions(batch["positions"], chosen, shift))
         bias = None
         if chosen.bias is not None:
-            bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(rows, -1))
+            bias = _placed(self.slots, chosen.bias.reshape(rows, -1))
         values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
         read = {**batch, "positions": positions}
         return read, Inserted(values, is_slot, Prefix(batch["until"], bias)), chosen
@@ -425,7 +437,7 @@ class Placed:
     ) -> tuple[Batch, Inserted, Chosen]:
         is_slot, prefix = jnp.sum(self.slots, axis=1) > 0, None
         if chosen.bias is not None:
-            bias = jnp.einsum("bst,bs->bt", self.slots, chosen.bias.reshape(len(visual), -1))
+            bias = _placed(self.slots, chosen.bias.reshape(len(visual), -1))
             prefix = Prefix(jnp.broadcast_to(jnp.arange(is_slot.shape[1]), is_slot.shape), bias)
         values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
         read = {**batch, "positions": self._positions(batch["positions"], chosen, shift)}
@@ -436,11 +448,11 @@ class Placed:
         if not shift:
             return positions
         rows, number = self.image.shape[:2]
-        slots = self.slots.reshape(rows, number, -1, self.slots.shape[-1])
-        places, moved = jnp.arange(slots.shape[-1]), positions.astype(jnp.float32)
-        start = jnp.einsum("bit,t->bi", slots[:, :, 0], places.astype(jnp.float32))
-        moved += shift * jnp.sum(self.image & (places > start[:, :, None]), axis=1)
-        first = jnp.einsum("bit,bt->bi", slots[:, :, 0], moved)
-        index = chosen.indices.reshape(rows, number, -1) + first[:, :, None]
+        begins = self.slots.reshape(rows, number, -1, self.slots.shape[-1])[:, :, 0] > 0  # [B, I, T]
+        places = jnp.arange(begins.shape[-1])
+        start = jnp.sum(jnp.where(begins, places, 0), axis=-1)
+        moved = positions + shift * jnp.sum(self.image & (places > start[:, :, None]), axis=1)
+        first = jnp.sum(jnp.where(begins, moved[:, None], 0), axis=-1)
+        index = chosen.indices.reshape(rows, number, -1).astype(jnp.int32) + first[:, :, None]
         is_slot = jnp.sum(self.slots, axis=1) > 0
-        return jnp.where(is_slot, jnp.einsum("bist,bis->bt", slots, index), moved).astype(jnp.int32)
+        return jnp.where(is_slot, _placed(self.slots, index.reshape(rows, -1)), moved)
