@@ -114,7 +114,7 @@ def train_step(
     Args:
       model, optimizer: what is trained, and how.
       seed: random bits are keyed by (seed, step), and by global row if the model uses `row_ids`.
-      accum_steps: microbatches per step; above 1, the model may not have a carry.
+      accum_steps: microbatches per step; above 1, the model may not have a carry, nor the optimizer live tables.
       sum_gradients: adds gradients over microbatches.
       skip_non_finite: whether a non-finite loss or gradient norm leaves all but the step unchanged, and the metric
         `skipped_updates` is 1; learning rates count applied updates.
@@ -134,6 +134,7 @@ def train_step(
             grads, (carry, out) = grad(state.params, batch)
         else:
             refuse_carry(state.carry, accum_steps)
+            refuse_tables(optimizer, accum_steps)
             carry = state.carry
             grads, out = sum_gradients(lambda p, b: _without_carry(grad(p, b)), state.params, batch, accum_steps)
         grads, loss = _means(grads, out)
@@ -233,7 +234,7 @@ def answer_step(
 
 def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Params, LossOutput]:
     grads, (_, out) = result
-    return grads, out._replace(extras=())  # the rows used by a microbatch cannot be summed
+    return grads, out._replace(extras=())  # the rows used by a microbatch cannot be summed (`refuse_tables`)
 
 
 def refuse_carry(carry: Any, accum_steps: int) -> None:
@@ -242,6 +243,16 @@ def refuse_carry(carry: Any, accum_steps: int) -> None:
         raise UserError(
             f"accum_steps = {accum_steps}: a model whose carry belongs to the rows of a batch cannot accumulate; "
             "use accum_steps = 1"
+        )
+
+
+def refuse_tables(optimizer: Optimizer, accum_steps: int) -> None:
+    """Raises UserError for an optimizer with live tables if `accum_steps` is above 1."""
+    if accum_steps > 1 and "table" in optimizer.live:
+        raise UserError(
+            f"accum_steps = {accum_steps}: the optimizer changes only the rows of a table that a step used "
+            "(with_table), and microbatches do not add theirs up; use accum_steps = 1, or the inner optimizer without "
+            "with_table"
         )
 
 

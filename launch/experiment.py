@@ -41,6 +41,9 @@ from parallel.partitioner import Partitioner, Program
 from parallel.strategy import Strategy
 from tasks.text import vocabularies
 
+# Begins the configuration that a run of Python objects saves.
+OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot build it again."
+
 _CHECKS = {
     **dict.fromkeys(("batch_size", "total_steps", "accum_steps"), settings.count(1)),
     "seed": settings.count(0),

@@ -12,7 +12,7 @@ from core import slices
 from core.checkpoints import best, steps
 from core.checkpoints.store import Checkpoints
 from core.checkpoints.writing import SaveCosts
-from core.files import paths
+from core.files import bookkeeping, paths
 from core.hosts import activity, distributed, heartbeat
 from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, metrics, profiling, run_lock, trainer
@@ -155,6 +155,8 @@ class Session:
                 if run.host.count > 1:
                     distributed.barrier("evaluation at the start", timeout_seconds=run.meeting_seconds)
                 self._evaluate.at_boundary(self._first_step, start.state)
+            if self._evaluate and run.host.is_zero:
+                bookkeeping.Bookkeeping(f"scores of {run.checkpoint_dir}").attempt(self._score_earlier_steps)
             state = trainer.train(
                 train_step,
                 self._batches,
@@ -182,9 +184,26 @@ class Session:
             return False
         return distributed.decided_by_host_zero(lambda: not metrics.read(run.run_dir).has_evaluation(step))
 
+    def _score_earlier_steps(self) -> None:
+        """Adds recorded evaluations to checkpoints that lack them, such as one saved when its evaluation failed."""
+        run, evaluate = self._run, self._evaluate
+        if evaluate is None or not (unscored := self._checkpoints.unscored()):
+            return
+        keep_best, recorded = run.experiment.checkpointing.keep_best, dict(metrics.read(run.run_dir).by_step)
+        if evaluate.step is not None:
+            recorded[evaluate.step] = evaluate.latest  # not yet in a bucket
+        for step in unscored:
+            means = {k: v for k, v in recorded.get(step, {}).items() if k.startswith(metrics.VALIDATION)}
+            described = best.described(keep_best, means)
+            if best.parse(keep_best).value(described) is not None:
+                self._checkpoints.score(step, described)
+
     def _restored(self) -> Start:
         run, settings = self._run, self._run.experiment.checkpointing
-        distributed.decided_by_host_zero(lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program))
+        left_out = run.initial.left_out if run.initial else None
+        distributed.decided_by_host_zero(
+            lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program, left_out=left_out)
+        )
         self._checkpoints = Checkpoints(
             run.checkpoint_dir,
             keep=settings.keep_checkpoints,
@@ -206,7 +225,7 @@ class Session:
     def _begin(self, start: Start) -> None:
         run, settings = self._run, self._run.experiment
         self._lines = progress.Progress(run.last_step, host=run.host, unit=settings.unit)
-        self._lines.start(self._first_step)
+        self._lines.start(self._first_step, evaluates=bool(settings.evaluation.eval_batches))
         prediction, slice_ = None, slices.get(settings.slice)
         if slice_.is_tpu and isinstance(run.config, Settings):
             from launch import predictions
@@ -255,12 +274,13 @@ class Session:
     def _hooks(self) -> list[Hook]:
         """Returns the run's hooks. The one for non-finite losses comes before those that log and save."""
         run, settings, lines = self._run, self._run.experiment, self._lines
-        preemption = hooks.StopWhenPreempted(distributed.preempted)
+        preemption = hooks.StopWhenPreempted(distributed.preempted, wait=self._checkpoints.wait)
         saved = paths.resolve(run.checkpoint_dir)
         about: dict[str, Any] = {
             "warn": lines.warning,
             "writers": self._writers,
             "newest": lambda: max(steps.complete(saved), default=None),
+            "wait": self._checkpoints.wait,  # an incomplete save would not be found
         }
         used = [hooks.policy_hook(settings.non_finite, **about), *self._logging()]
         if run.is_last:
@@ -273,7 +293,8 @@ class Session:
             used.append(replicas.Compare(heartbeat.compare, every=every))
         saving = self._saving(preemption)
         if run.host.count > 1:
-            together = {"checkpoint": saving[0]} | ({"evaluation": self._evaluate} if self._evaluate else {})
+            together = dict(zip(("checkpoint", "checkpoint of the parameters"), saving, strict=False))
+            together |= {"evaluation": self._evaluate} if self._evaluate else {}
             used.insert(0, hooks.Meet(together, timeout_seconds=run.meeting_seconds))
         evaluating = [self._evaluate] if self._evaluate else []
         if settings.checkpointing.keep_best:  # a checkpoint contains its scores

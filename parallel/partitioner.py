@@ -297,6 +297,7 @@ class Program:
 
     def _check_microbatches(self) -> None:
         step.refuse_carry(jax.eval_shape(self.model.init_carry, batch_shapes(self.spec)), self.accum_steps)
+        step.refuse_tables(self.optimizer, self.accum_steps)
         if division := self._division():
             step.refuse_coupled_rows(self.model, division)
             random_bits.refuse_shared_draws(self.model, self._abstract[0].params, self.spec)

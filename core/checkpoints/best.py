@@ -71,6 +71,10 @@ class Kept:
         if self._metric and (value := self._metric.value(meta)) is not None:
             self._known[step] = value
 
+    def unscored(self, there: Sequence[int]) -> list[int]:
+        """Returns which of the steps `there` have no known value of the metric; [] without a metric."""
+        return [step for step in there if step not in self._known] if self._metric else []
+
     def others(self, there: Sequence[int]) -> list[int]:
         """Returns which of the steps `there` (ascending) are not kept."""
         best = self._metric and self._metric.best({step: self._known[step] for step in there if step in self._known})

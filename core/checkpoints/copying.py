@@ -12,15 +12,16 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from core import units
-from core.checkpoints import best, inspection, steps
+from core.checkpoints import best, inspection, published_files, steps
 from core.errors import UserError
 from core.files import paths
 from core.files.bookkeeping import Bookkeeping
 
 _CONFIGURATION = "config.gin"  # from which other commands read how the model was trained
+_FOLDERS = (published_files.FOLDER, "vocabulary")  # of files that a run writes before its first step
 _IDENTITY = "run_id"  # a file in both places, so that two runs do not share one
 _CHUNK_BYTES = 2**24
 _POLL_SECONDS = 2.0
@@ -41,13 +42,30 @@ def copy_step(source: paths.Path, target: paths.Path) -> int:
         steps.remove(target)
     files = paths.sizes(source)
     marks = [name for name in steps.MARKS if name in files]
-    for name in [*sorted(files.keys() - set(marks)), *marks]:
-        paths.copy_between(source / name, target / name)
-        if not _same(source / name, target / name, files[name]):
-            raise CopyError(f"{target / name} differs from {source / name} after it was copied")
-    if paths.is_remote(target) and steps.COMMITTED_MARK not in files:
+    names = [*sorted(files.keys() - set(marks)), *marks]
+    if not paths.is_remote(target):
+        unfinished = steps.unfinished(target)
+        _copy_files(source, unfinished, names, files)
+        unfinished.rename(target)
+        return sum(files.values())
+    _copy_files(source, target, names, files)
+    if steps.COMMITTED_MARK not in files:
         (target / steps.COMMITTED_MARK).write_text("copied")
     return sum(files.values())
+
+
+def _copy_files(source: paths.Path, target: paths.Path, names: Sequence[str], sizes: Mapping[str, int]) -> None:
+    for name in names:
+        paths.copy_between(source / name, target / name)
+        if not _same(source / name, target / name, sizes[name]):
+            raise CopyError(f"{target / name} differs from {source / name} after it was copied")
+
+
+def _copy_prepared(run: paths.Path, there: paths.Path) -> None:
+    """Copies what a run prepared before its first step: a vocabulary, and small files of published models."""
+    for folder in _FOLDERS:
+        sizes = paths.sizes(run / folder)
+        _copy_files(run / folder, there / folder, sorted(sizes), sizes)
 
 
 def _same(source: paths.Path, target: paths.Path, size: int) -> bool:
@@ -78,7 +96,13 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
         )
     paths.check_writable(there)
     own, other = _identity(run), _identity(there)
-    if other and own != other and (own or steps.complete(run / steps.FOLDER)):
+    is_begun = bool(steps.complete(run / steps.FOLDER))
+    if not other and is_begun and steps.complete(there / steps.FOLDER):
+        raise UserError(
+            f"checkpoint_mirror = {place!r} has checkpoints that are no copies of those in {run_dir}: give a place "
+            "without checkpoints, or, to continue the run that is there, a --run-dir without checkpoints"
+        )
+    if other and own != other and (own or is_begun):
         raise UserError(
             f"checkpoint_mirror = {place!r} has checkpoints of another run than {run_dir}: give another place, or "
             "another --run-dir to resume the run that is there"
@@ -100,43 +124,49 @@ def _identity(folder: paths.Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def fetch_newest(run_dir: str, place: str, *, say: Callable[[str], None]) -> int | None:
-    """Copies the newest intact step of `place` to a run directory with only older ones; returns its number.
+class Fetching:
+    """Copies intact steps of a place back to a run directory."""
 
-    It returns None if nothing was copied. `say` receives a warning for every damaged copy.
-    """
-    own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
-    newest = max(steps.complete(own), default=0)
-    later = sorted((step for step in steps.complete(there) if step > newest), reverse=True)
-    return next((step for step in later if _fetch(step, there, own, say)), None)
+    def __init__(self, run_dir: str, place: str, *, say: Callable[[str], None]):
+        """`say` receives a warning for every damaged copy."""
+        self._own, self._there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
+        self._say = say
+        self._damaged: set[int] = set()  # among the copies
 
+    def newest(self) -> int | None:
+        """Copies the newest step to a run directory with only older ones.
 
-def fetch_best(run_dir: str, place: str, keep_best: str, *, say: Callable[[str], None]) -> int | None:
-    """Copies the best intact step of `place` to a run directory that has no better one; returns its number.
+        Returns its number, or None if nothing was copied.
+        """
+        newest = max(steps.complete(self._own), default=0)
+        later = sorted((step for step in steps.complete(self._there) if step > newest), reverse=True)
+        return next((step for step in later if self._fetch(step)), None)
 
-    It returns None if nothing was copied.
+    def best(self, keep_best: str) -> int | None:
+        """Copies the best step to a run directory that has no better one.
 
-    Args:
-      keep_best: the metric, as `best.parse` reads it.
-      say: receives a warning for every damaged copy.
-    """
-    own, there = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
-    metric, here = best.parse(keep_best), steps.described_steps(own)
-    values = best.values({**steps.described_steps(there), **here}, metric)
-    while (step := metric.best(values)) is not None and step not in here:
-        if _fetch(step, there, own, say):
-            return step
-        del values[step]
-    return None
+        `keep_best` is the metric, as `best.parse` reads it. Returns its number, or None if nothing was copied.
+        """
+        metric, here = best.parse(keep_best), steps.described_steps(self._own)
+        values = best.values({**steps.described_steps(self._there), **here}, metric)
+        while (step := metric.best(values)) is not None and step not in here:
+            if self._fetch(step):
+                return step
+            del values[step]
+        return None
 
-
-def _fetch(step: int, there: paths.Path, own: paths.Path, say: Callable[[str], None]) -> bool:
-    copy_step(there / str(step), own / str(step))
-    found = inspection.verify(own / str(step))
-    if found.damaged:
-        steps.remove(own / str(step))
-        say(f"warning: in {there.parent}, {found.describe()}. The run does not use this copy")
-    return not found.damaged
+    def _fetch(self, step: int) -> bool:
+        if step in self._damaged:
+            return False
+        copy_step(self._there / str(step), self._own / str(step))
+        found = inspection.verify(self._own / str(step))
+        if found.damaged:
+            self._damaged.add(step)
+            steps.remove(self._own / str(step))
+            self._say(f"warning: in {self._there.parent}, {found.describe()}. The run does not use this copy")
+            return False
+        _copy_prepared(self._there.parent, self._own.parent)
+        return True
 
 
 def _saved_at(step_folder: paths.Path) -> float | None:
@@ -160,7 +190,8 @@ class Copying:
         """
         self._source, self._target = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
         self._keep, self._metric, self._say = keep, best.parse(keep_best) if keep_best else None, say
-        self._copied: tuple[int, float | None] | None = None  # the last step, and when it was saved
+        self._copied: tuple[int, float | None, bytes] | None = None  # the last step, when it was saved, its scores
+        self._has_prepared = False  # whether the vocabulary and files of published models were copied
         self._bookkeeping = Bookkeeping(os.fspath(self._target))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="copy of checkpoints", daemon=True)
@@ -195,7 +226,7 @@ class Copying:
         newest = max(steps.complete(self._source), default=None)
         if newest is None:
             return
-        saved = (newest, _saved_at(self._source / str(newest)))
+        saved = (newest, _saved_at(self._source / str(newest)), steps.read_scores(self._source / str(newest)))
         if self._copied == saved:
             return
         there = steps.complete(self._target)
@@ -205,6 +236,8 @@ class Copying:
         missing = [step for step in sorted(kept, reverse=True) if not self._is_copy(step, there)]
         if not all([self._copy(step) for step in missing]):
             return  # the run has removed a step, because there are newer or better ones
+        for step in set(kept).difference(missing):
+            self._copy_scores(step)
         self._remove_old({*there, *missing}, newest)
         self._copied = saved
 
@@ -217,6 +250,9 @@ class Copying:
     def _copy(self, step: int) -> bool:
         """Copies a step; returns False if the run has removed it."""
         began = time.monotonic()
+        if not self._has_prepared:  # first: other commands need it to use a step
+            _copy_prepared(self._source.parent, self._target.parent)
+            self._has_prepared = True
         try:
             size = copy_step(self._source / str(step), self._target / str(step))
         except FileNotFoundError:
@@ -228,6 +264,12 @@ class Copying:
         took = units.seconds(time.monotonic() - began, digits=2)
         self._say(f"checkpoint {step}: {units.size(size)} copied to {self._target} and compared, in {took}")
         return True
+
+    def _copy_scores(self, step: int) -> None:
+        """Copies what was added to a step after it was copied."""
+        scores = steps.read_scores(self._source / str(step))
+        if scores and scores != steps.read_scores(self._target / str(step)):
+            paths.write_bytes_atomically(self._target / str(step) / steps.SCORES, scores)
 
     def _remove_old(self, there: Collection[int], newest: int) -> None:
         later = [step for step in there if step > newest]  # which the run went back from, or could not use

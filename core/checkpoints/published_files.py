@@ -178,6 +178,11 @@ def use_copies(run_dir: str | None) -> None:
     _used.clear()
 
 
+def look_again() -> None:
+    """Makes this process look again for copies in its run, if it reads them."""
+    use_copies(_run_dir)
+
+
 @contextlib.contextmanager
 def copies_of(run_dir: str) -> Iterator[None]:
     """Context in which small files are read from the copies of another run."""

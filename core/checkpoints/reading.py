@@ -265,7 +265,7 @@ def is_proof_of_damage(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def refusing_damage(*step_folders: paths.Path) -> Iterator[None]:
-    """Context in which proven damage of these steps is raised as a `UserError`."""
+    """Context in which proven damage of these steps is raised as a `UserError`, and so is their removal."""
     try:
         yield
     except UserError:
@@ -274,6 +274,12 @@ def refusing_damage(*step_folders: paths.Path) -> Iterator[None]:
         reason = _first_cause(error)
         if not is_proof_of_damage(reason):
             raise
+        if removed := [folder for folder in step_folders if not steps.is_complete(folder)]:
+            named = " and ".join(f"step {folder.name} of {folder.parent}" for folder in removed)
+            raise UserError(
+                f"{named} was removed after it was chosen: that run is still training and keeps its latest "
+                "KEEP_CHECKPOINTS steps. Start again, or copy the step and name the copy"
+            ) from error
         said = str(reason) if isinstance(reason, DamagedError) else steps.said(reason)
         named = " or ".join(f"step {folder.name} in {folder.parent}" for folder in step_folders)
         raise UserError(

@@ -1,6 +1,7 @@
 """Lists the steps of a folder of checkpoints, and reads and writes what a step contains besides its arrays.
 
     100/meta/metadata   JSON: the run's metadata, fingerprints of arrays, digests of positions, and a checksum
+        meta/scores     JSON: the results of an evaluation that was made after the save
         data/a.bin      the position of one stream in the data, after its SHA-256
 
 Frozen parameters that the run read from a published folder may be left out; the metadata then names their source.
@@ -31,6 +32,7 @@ COMMITTED_MARK = "commit_success.txt"  # the last object that orbax writes into 
 MARKS = (_COMPLETE_MARK, COMMITTED_MARK)  # the files that make a step complete, written last and in this order
 STATE_PART, STREAMS_PART, PART = "state", "data", "meta"  # subfolders of a step's folder
 _FILE, _SUFFIX = "metadata", ".bin"
+SCORES = f"{PART}/scores"  # a file of a step that was saved before its evaluation: what the metadata lack
 _STEP, _CONTENT, _STREAMS, _CHECKSUM = "step", "content", "streams", "checksum"  # keys added to the caller's
 _LEFT_OUT = "left_out"
 _KINDS: Mapping[str, foreign_json.Kind] = {_CHECKSUM: str, _CONTENT: dict, _STREAMS: (dict, list)}
@@ -146,12 +148,25 @@ def find_best(directory: paths.Path) -> Best | None:
 
 
 def described_steps(directory: paths.Path) -> dict[int, dict[str, Any]]:
-    """Returns the metadata of the complete steps that can be read, by step."""
+    """Returns the metadata of the complete steps that can be read, with later scores, by step."""
     found = {}
     for step in complete(directory):
         with contextlib.suppress(Exception):  # of many types; a restore reports it
             found[step] = read(directory / str(step)).meta
+            if scores := read_scores(directory / str(step)):
+                found[step] |= foreign_json.load_object(scores)
     return found
+
+
+def read_scores(step_folder: paths.Path) -> bytes:
+    """Returns the file with what `write_scores` added to a step, b"" if there is none."""
+    file = step_folder / SCORES
+    return file.read_bytes() if file.exists() else b""
+
+
+def write_scores(step_folder: paths.Path, described: Mapping[str, Any]) -> None:
+    """Adds the results of an evaluation, as `best.described` returns them, to a step that was saved before it."""
+    paths.write_text_atomically(step_folder / SCORES, json.dumps(described))
 
 
 def best_of(run: str) -> int:
@@ -226,6 +241,11 @@ def saved_at(step_folder: paths.Path) -> float:
     return mark["commit_timestamp_nsecs"] / 1e9
 
 
+def unfinished(folder: paths.Path) -> paths.Path:
+    """Returns a name beside a step's local folder, for one that is not complete yet or no longer."""
+    return folder.parent / f"{folder.name}{_TEMPORARY}-{time.time_ns()}"
+
+
 def remove(folder: paths.Path) -> None:
     """Removes a step or a leftover, first what makes it complete; `clear` removes what an interruption leaves."""
     if paths.is_remote(folder):
@@ -233,7 +253,7 @@ def remove(folder: paths.Path) -> None:
             if (folder / mark).exists():
                 (folder / mark).unlink()
     else:
-        aside = folder.parent / f"{folder.name}{_TEMPORARY}-{time.time_ns()}"
+        aside = unfinished(folder)
         folder.rename(aside)
         folder = aside
     folder.rmtree()

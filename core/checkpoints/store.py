@@ -160,6 +160,18 @@ class Checkpoints:
         with self._forgetting_failures():
             self._writing.start(begin)
 
+    def unscored(self) -> list[int]:
+        """Returns the complete steps without a value of `keep_best`, ascending; [] if that is "". Not collective."""
+        return self._kept.unscored(steps.complete(self._directory))
+
+    def score(self, step: int, described: Mapping[str, Any]) -> None:
+        """Adds the results of a later evaluation to a complete step; for host 0, while nothing is saved.
+
+        `described`: as `best.described` returns them.
+        """
+        steps.write_scores(self._directory / str(step), described)
+        self._kept.saving(step, described)
+
     def latest_step(self) -> int | None:
         """Returns the latest complete step that host 0 sees, or None."""
         return next(reversed(self._steps()), None)

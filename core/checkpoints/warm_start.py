@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # path of a parameter, its number from 1, how many there are
 MOST_LINES = 30
+_CONVERTED_BYTES = 2**28  # limit, per device, on arrays that are in memory as they were saved, to be converted
 
 
 class ParameterSource(Protocol):
@@ -215,38 +217,51 @@ class SavedParameters(ParameterSource):
         wanted = _by_path(abstract)
         if missing := [path for path in wanted if path not in self._stored]:
             raise UserError(f"{self.describe()} has no parameters {', '.join(missing)}")
-        if not self.folder.exists():
-            raise UserError(
-                f"{self.describe()} was removed after it was chosen: that run is still training and keeps its latest "
-                "KEEP_CHECKPOINTS steps. Start again, or copy the step and name the copy"
-            )
-        from core.checkpoints import arrays  # a run that starts from no other does not import it
-
         progress("all together", len(wanted), len(wanted))
         by_path = self._read_left_out(wanted, _by_path(specs))
-        places = {path: self._stored[path].rpartition("/")[::2] for path in wanted if path not in by_path}
-        stored: dict[str, dict[str, Any]] = {}
-        for path, (module, name) in places.items():
-            stored.setdefault(module, {})[name] = wanted[path]
         with reading.refusing_damage(self.folder):
-            found = arrays.read_arrays(self.folder, {"params": stored})["params"]
-            own = {path: found[module][name] for path, (module, name) in places.items()}
-            self._require_as_saved(own)
-        by_path |= own
+            for group in self._groups({path: leaf for path, leaf in wanted.items() if path not in by_path}):
+                found = self._read_as_saved(group)
+                by_path |= {path: found.pop(path).astype(leaf.dtype) for path, leaf in group.items()}
         return jax.tree_util.tree_map_with_path(lambda path, _: by_path[parameters.path_name(path)], abstract)
 
-    def _require_as_saved(self, found: Mapping[str, jax.Array]) -> None:
-        same = {path: leaf for path, leaf in found.items() if reading.kind(leaf) == self._content[path][0]}
-        numbers = reading.fingerprints(same)
+    def _groups(self, wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields what to read together: all that is not converted, then a limited size of the rest."""
+        is_converted = {path: leaf.dtype != self._dtype(path) for path, leaf in wanted.items()}
+        if same := {path: leaf for path, leaf in wanted.items() if not is_converted[path]}:
+            yield same
+        group: dict[str, Any] = {}
+        group_bytes = 0
+        for path in (path for path in wanted if is_converted[path]):
+            leaf = wanted[path]
+            own_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * self._dtype(path).itemsize
+            if group and group_bytes + own_bytes > _CONVERTED_BYTES:
+                yield group
+                group, group_bytes = {}, 0
+            group[path] = leaf
+            group_bytes += own_bytes
+        if group:
+            yield group
+
+    def _read_as_saved(self, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+        from core.checkpoints import arrays  # a run that starts from no other does not import it
+
+        stored = {_PREFIX + self._stored[path]: leaf.update(dtype=self._dtype(path)) for path, leaf in wanted.items()}
+        read = reading.by_name(arrays.read_arrays(self.folder, stored))
+        found = {path: read[_PREFIX + self._stored[path]] for path in wanted}
+        numbers = reading.fingerprints(found)
         if wrong := [path for path, number in numbers.items() if number != self._content[path][1]]:
             listed = ", ".join(units.shortened(wrong, most=3))
-            raise steps.DamagedError(f"{len(wrong)} of {len(same)} arrays differ from what was saved: {listed}")
+            raise steps.DamagedError(f"{len(wrong)} of {len(found)} arrays differ from what was saved: {listed}")
+        return found
+
+    def _dtype(self, path: str) -> np.dtype:
+        return jnp.dtype(self._content[path][0].partition("[")[0])
 
     def _absent(self, wanted: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> dict[str, tuple[Any, ParamSpec]]:
         names = {path: _PREFIX + self._stored[path] for path in wanted if path in self._stored}
         absent = {path: name for path, name in names.items() if name not in self._described.saved}
-        saved_as = {path: jnp.dtype(self._content[path][0].partition("[")[0]) for path in absent}
-        return {name: (wanted[path].update(dtype=saved_as[path]), specs[path]) for path, name in absent.items()}
+        return {name: (wanted[path].update(dtype=self._dtype(path)), specs[path]) for path, name in absent.items()}
 
     @functools.cached_property
     def _source(self) -> ParameterSource:

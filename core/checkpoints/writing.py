@@ -318,19 +318,35 @@ class SaveCosts:
         )
 
 
-def estimate_saves(run_dir: str, *, interval: int, keep: int, size_bytes: int) -> str:
+def estimate_saves(
+    run_dir: str,
+    *,
+    interval: int,
+    keep: int,
+    size_bytes: int,
+    keeps_best: bool = False,
+    keep_params: int = 0,
+    params_bytes: int = 0,
+) -> str:
     """Describes how often a run saves, how much and, on a disk, the free space.
 
     Args:
       interval: steps between saves.
       keep: number of latest checkpoints to keep.
       size_bytes: size of all arrays.
+      keeps_best: whether the best checkpoint is kept, too.
+      keep_params: number of latest checkpoints with parameters alone to keep; 0: none are saved.
+      params_bytes: size of the parameters.
     """
-    text = f"every {units.counted(interval, 'step')}, keeping the latest {keep}, {units.size(size_bytes)} each"
+    best_one = " and the best" * keeps_best
+    text = (
+        f"every {units.counted(interval, 'step')}, keeping the latest {keep}{best_one}, {units.size(size_bytes)} each"
+    )
     directory = paths.resolve(run_dir)
     if paths.is_remote(directory):
         return text
     free_bytes = _free_bytes(directory)
-    needed_bytes = (keep + 1) * size_bytes  # the oldest is removed after the newest is complete
+    needed_bytes = (keep + keeps_best + 1) * size_bytes  # the oldest is removed after the newest is complete
+    needed_bytes += (keep_params + 1) * params_bytes if keep_params else 0
     short = f", but {units.size(needed_bytes)} are needed: free some space, or lower KEEP_CHECKPOINTS"
     return f"{text}; {units.size(free_bytes)} of disk free{short * (free_bytes < needed_bytes)}"

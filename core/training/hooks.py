@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from core.checkpoints.writing import Cost
+from core.checkpoints.writing import Cost, WriteFailedError
 from core.hosts import activity, distributed, exit_codes, interrupt
 from core.step import TrainState
 from core.training import compilation, metrics, trainer
@@ -305,9 +305,14 @@ class PreemptedError(RuntimeError):
 class StopWhenPreempted(Hook):
     """Ends the run after a preemption, at a step that all hosts agree on. Must follow `Save`."""
 
-    def __init__(self, preempted: Callable[[int], bool]):
-        """`preempted(step)` must return the same on all hosts."""
-        self._preempted = preempted
+    def __init__(self, preempted: Callable[[int], bool], *, wait: Callable[[], None]):
+        """Takes how the run learns of a preemption, and how it waits for its checkpoint.
+
+        Args:
+          preempted: returns whether the run is preempted at a step, the same on all hosts.
+          wait: waits until the last save is complete; raises an error if it failed.
+        """
+        self._preempted, self._wait = preempted, wait
         self._stopping = False
 
     def before_step(self, step: int) -> None:
@@ -319,6 +324,8 @@ class StopWhenPreempted(Hook):
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         del state
+        with activity.enter(activity.SAVING):
+            self._wait()
         raise PreemptedError(
             f"saved a checkpoint at step {step}; run the same command to resume",
             interrupted=distributed.is_interrupted(),
@@ -373,20 +380,32 @@ def non_finite(values: Mapping[str, float]) -> str:
 class Stop(Hook):
     """Ends the run at the first step with a non-finite loss or gradient norm."""
 
-    def __init__(self, *, newest: Callable[[], int | None] = lambda: None):
-        """`newest` returns the step of the newest checkpoint, or None."""
-        self._newest = newest
+    def __init__(self, *, newest: Callable[[], int | None] = lambda: None, wait: Callable[[], None] = lambda: None):
+        """`newest` returns the step of the newest checkpoint or None, `wait` waits until the last save is complete."""
+        self._newest, self._wait = newest, wait
 
     def after_step(self, report: StepReport) -> None:
         if bad := non_finite(report.metrics):
+            failed = self._failed_save()
             step = self._newest()
             saved = "No checkpoint was saved before" if step is None else f"The checkpoint of step {step} precedes it"
             start = "Start again" if step is None else "The same command continues from it: start it"
-            raise NonFiniteLossError(
+            error = NonFiniteLossError(
                 report.step,
                 f"{bad}. {saved}. {_CAUSES}. {start} with a lower rate, or set "
                 "experiment.Experiment.non_finite = 'skip' or 'roll_back'.",
             )
+            for said in failed:
+                error.add_note(said)
+            raise error
+
+    def _failed_save(self) -> list[str]:
+        try:
+            with activity.enter(activity.SAVING):
+                self._wait()
+        except WriteFailedError as error:
+            return [str(error)]
+        return []
 
 
 class Skip(Hook):
@@ -442,6 +461,7 @@ def policy_hook(
     warn: Callable[[str], None],
     writers: metrics.Writers,
     newest: Callable[[], int | None] = lambda: None,
+    wait: Callable[[], None] = lambda: None,
 ) -> Hook:
     """Returns the hook of a policy for steps with a non-finite loss or gradient norm.
 
@@ -449,6 +469,7 @@ def policy_hook(
       name: one of POLICIES.
       warn: receives a sentence for every skipped update and every rollback.
       newest: returns the step of the newest checkpoint, or None.
+      wait: waits until the last save is complete.
     """
 
     def say(step: int, metric: str, sentence: str) -> None:
@@ -461,4 +482,4 @@ def policy_hook(
             return Skip(say)
         case "roll_back":
             return RollBack(say)
-    return Stop(newest=newest)
+    return Stop(newest=newest, wait=wait)

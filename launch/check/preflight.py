@@ -4,12 +4,12 @@ The layout is checked on the compiler's description of the slice.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from core import slices, units
 from core.batches import batch_size
-from core.checkpoints import published_files, steps
+from core.checkpoints import published_files, reading, steps
 from core.errors import Problem, UnreachableError, UserError
 from core.files import paths
 from core.slices import GIB, Slice
@@ -103,10 +103,11 @@ def check(
         meant, program = bound
         if not smoked and _sees_run(run_dir, hosts):
             findings.append(_checkpoint(path, config, experiment, program, run_dir, hosts))
+        initial, left_out = _initial_parameters(meant, program, run_dir, hosts)
         if not smoked and (hosts == "simulated" or (hosts == "here" and not slices.get(experiment.slice).is_tpu)):
-            enough = _passed("enough", continuation.require_space, run_dir, experiment, program)
+            enough = _passed("enough", continuation.require_space, run_dir, program, without=left_out)
             _attempt("disk", enough, findings)
-        if initial := _initial_parameters(meant, program, run_dir, hosts):
+        if initial:
             findings.append(initial)
     return Checked(tuple(findings), config, experiment, bound and bound[1])
 
@@ -221,23 +222,33 @@ def _row_coupling(experiment: Experiment) -> list[Finding]:
     return [finding for finding in found if finding.detail]
 
 
-def _initial_parameters(experiment: Experiment, program: Program, run_dir: str, hosts: Hosts) -> Finding | None:
+def _initial_parameters(
+    experiment: Experiment, program: Program, run_dir: str, hosts: Hosts
+) -> tuple[Finding | None, Collection[str]]:
+    """Returns the finding, if there is one, and the names of the arrays that checkpoints leave out."""
     is_away, text = hosts in _AWAY, experiment.initialization.init_from
     with contextlib.chdir(environment.WORKSPACE) if is_away else contextlib.nullcontext():
         try:
             if _sees_run(run_dir, hosts) and (newest := continuation.newest(run_dir)):
-                return _read_on_resume(experiment, program, *newest, hosts)
-            return _read_by_fresh_start(experiment, program, hosts) if text else None
+                left_out = newest.described.left_out
+                return _read_on_resume(experiment, program, *newest, hosts), left_out.arrays if left_out else ()
+            return _read_by_fresh_start(experiment, program, hosts) if text else (None, ())
         except UnreachableError as error:  # the hosts may reach it
-            return Finding(_INITIAL, is_away, str(error), is_note=is_away)
+            found = Finding(_INITIAL, is_away, str(error), is_note=is_away)
         except UserError as error:
-            return Finding.failed(_INITIAL, error)
+            found = Finding.failed(_INITIAL, error)
         except Exception as error:  # a bucket fails with its client's own types
             is_remote = any(map(paths.is_remote, (text, run_dir)))
             if not is_remote and not isinstance(error, OSError):
                 raise
             unread = f"cannot read {text or run_dir} from here: {type(error).__name__}: {error}"
-            return Finding(_INITIAL, is_away and is_remote, unread, is_note=is_away and is_remote)
+            found = Finding(_INITIAL, is_away and is_remote, unread, is_note=is_away and is_remote)
+    return found, _frozen(program)
+
+
+def _frozen(program: Program) -> list[str]:
+    """Returns the names of frozen parameters, which checkpoints leave out if they came from a published model."""
+    return [name for name, spec in reading.by_name({"params": program.param_specs}).items() if not spec.trainable]
 
 
 def _read_on_resume(
@@ -254,16 +265,17 @@ def _read_on_resume(
     return Finding(_INITIAL, True, f"the run resumes from step {step:,} and {read}")
 
 
-def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts) -> Finding:
+def _read_by_fresh_start(experiment: Experiment, program: Program, hosts: Hosts) -> tuple[Finding, Collection[str]]:
     text = experiment.initialization.init_from
     if not _is_visible(text, hosts):
-        return Finding(_INITIAL, True, f"not checked: {text}", is_note=True)
+        return Finding(_INITIAL, True, f"not checked: {text}", is_note=True), _frozen(program)
     initial = warm_start.find(experiment, program, is_visible=lambda place: _is_visible(place, hosts))
     assert initial is not None, text
     found = "\n".join(filter(None, (initial.source.describe(), initial.notes)))
     shipped = [] if paths.is_remote(text) or hosts not in _AWAY else [steps.split(text)[0]]
     left = workstation.left_behind(shipped, workspace=environment.WORKSPACE)
-    return Finding(_INITIAL, not left, left[0] if left else found, is_note=bool(initial.notes))
+    finding = Finding(_INITIAL, not left, left[0] if left else found, is_note=bool(initial.notes))
+    return finding, initial.left_out.arrays if initial.left_out else ()
 
 
 def _is_visible(place: str, hosts: Hosts) -> bool:

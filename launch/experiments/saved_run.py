@@ -12,12 +12,11 @@ from core.files import paths
 from launch import environment
 from launch.config import LoadedConfig, differences, loader
 from launch.config.trust import Trust
-from launch.experiment import Experiment
+from launch.experiment import OF_PYTHON, Experiment
 from launch.settings import GROUPS
 from models.decoder.published import families
 
 CONFIG = "config.gin"
-_OF_PYTHON = "# An experiment of Python objects, by renga.Trainer; gin cannot build it again."
 
 
 class SavedRun(NamedTuple):
@@ -57,7 +56,7 @@ def read(
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
         raise UserError(f"no run in {str(folder)!r}: {what}. Give a run directory, such as runs/quickstart-v4-16")
-    if text.startswith(_OF_PYTHON):
+    if text.startswith(OF_PYTHON):
         raise UserError(
             f"{str(folder)!r} is a run of renga.Trainer; its {CONFIG} describes Python objects, which gin cannot build "
             f"again. In Python, make the same Trainer(…, run_dir={str(folder)!r}): it trains, evaluates and generates"
@@ -100,7 +99,7 @@ def described(experiment: Experiment) -> str:
     """Returns gin comments that describe an experiment of `renga.Trainer`, to save as its configuration."""
     groups = [experiment, *(getattr(experiment, name) for name in GROUPS)]
     lines = [f"# {name} = {identity.text(value)}" for part in groups for name, value in _unusual(part)]
-    return "\n".join([_OF_PYTHON, *lines]) + "\n"
+    return "\n".join([OF_PYTHON, *lines]) + "\n"
 
 
 def _unusual(part: Any) -> Iterator[tuple[str, Any]]:

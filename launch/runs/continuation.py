@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -146,25 +146,28 @@ def _told(name: str, before: Any, after: Any) -> str:
     return streams.difference(name, now=after, was=before)
 
 
-def require_fit(run_dir: str, meta: Mapping[str, Any], span: Span, program: Program) -> None:
+def require_fit(
+    run_dir: str, meta: Mapping[str, Any], span: Span, program: Program, *, left_out: steps.LeftOut | None = None
+) -> None:
     """Raises UserError unless the newest checkpoint, if any, fits, and there is space for another.
 
     Args:
+      run_dir: the run directory.
       meta: metadata that the run would save.
+      span: the phase.
+      program: its program.
+      left_out: the arrays that checkpoints of a fresh start leave out; None: none.
     """
     if found := newest(run_dir):
         refuse(found.step, problems(found, meta, span=span, abstract_state=program.abstract_state))
-    require_space(run_dir, span.experiment, program)
+        left_out = found.described.left_out
+    require_space(run_dir, program, without=left_out.arrays if left_out else ())
 
 
-def require_space(run_dir: str, experiment: Experiment, program: Program) -> None:
-    """Raises UserError unless one more checkpoint fits on the disk."""
-    num_bytes = sum(map(_bytes, jax.tree.leaves(program.abstract_state)))
-    if experiment.initialization.init_from:
-        specs = jax.tree.leaves(program.param_specs)
-        params = jax.tree.leaves(program.abstract_state.params)
-        num_bytes -= sum(_bytes(p) for p, spec in zip(params, specs, strict=True) if not spec.trainable)
-    writing.require_space(run_dir, num_bytes)
+def require_space(run_dir: str, program: Program, *, without: Collection[str]) -> None:
+    """Raises UserError unless one more checkpoint, without the arrays of these names, fits on the disk."""
+    saved = reading.without(program.abstract_state, without)
+    writing.require_space(run_dir, sum(map(_bytes, jax.tree.leaves(saved))))
 
 
 def _bytes(array: jax.ShapeDtypeStruct) -> int:

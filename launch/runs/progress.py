@@ -67,23 +67,6 @@ def show_summary(
         card["start"] = f"parameters of {run.meta[INIT_FROM]}"
     if evaluated := evaluated_on(experiment):
         card["validation"] = f"on {evaluated}"
-    saved = reading.without(run.program.abstract_state, left_out.arrays if left_out else ())
-    saves = writing.estimate_saves(
-        run.run_dir,
-        interval=experiment.checkpointing.checkpoint_interval,
-        keep=experiment.checkpointing.keep_checkpoints,
-        size_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved)),
-    )
-    if every := experiment.checkpointing.params_checkpoint_interval:
-        alone = units.size(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved.params)))
-        saves += (
-            f"; the parameters alone every {units.counted(every, 'step')}, keeping the latest "
-            f"{experiment.checkpointing.keep_params_checkpoints}, {alone} each"
-        )
-    if experiment.checkpointing.checkpoint_mirror:
-        saves += f"; copied to {experiment.checkpointing.checkpoint_mirror}"
-    if left_out:
-        saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
     left = f"resumed from {resumed_from:,}" if resumed_from else "fresh"
     early = f" of {experiment.total_steps:,}" if run.last_step < experiment.total_steps else ""
     if epochs := run.span.epochs:
@@ -95,11 +78,42 @@ def show_summary(
         card["hosts"] = "\n".join(units.shortened(about, most=_MOST_HOSTS))
     folder = cache_folder(run.run_dir)
     card["programs"] = f"{compilation.found_at_start(folder) or 'none'} compiled before this start, kept in {folder}"
-    card |= {**measured, "saves": saves, "steps": f"to {run.last_step:,}{early}, {left}", "run": run.run_dir}
+    card |= {
+        **measured,
+        "saves": _saves(run, left_out),
+        "steps": f"to {run.last_step:,}{early}, {left}",
+        "run": run.run_dir,
+    }
     grid = Table.grid(padding=(0, 2))
     for name, value in card.items():
         grid.add_row(f"[bold]{name}[/bold]", value)
     terminal.console(118).print(Panel(grid, title="renga", title_align="left", expand=False))
+
+
+def _saves(run: Run, left_out: LeftOut | None) -> str:
+    settings = run.experiment.checkpointing
+    saved = reading.without(run.program.abstract_state, left_out.arrays if left_out else ())
+    whole, alone = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(t)) for t in (saved, saved.params))
+    every = settings.params_checkpoint_interval
+    saves = writing.estimate_saves(
+        run.run_dir,
+        interval=settings.checkpoint_interval,
+        keep=settings.keep_checkpoints,
+        size_bytes=whole,
+        keeps_best=bool(settings.keep_best),
+        keep_params=settings.keep_params_checkpoints if every else 0,
+        params_bytes=alone,
+    )
+    if every:
+        saves += (
+            f"; the parameters alone every {units.counted(every, 'step')}, keeping the latest "
+            f"{settings.keep_params_checkpoints}, {units.size(alone)} each"
+        )
+    if settings.checkpoint_mirror:
+        saves += f"; copied to {settings.checkpoint_mirror}"
+    if left_out:
+        saves += f"; without {units.counted(len(left_out.arrays), 'frozen parameter')}, which stay in {left_out.source}"
+    return saves
 
 
 def rows(experiment: Experiment, program: Program, *, host: Host) -> dict[str, str]:
@@ -242,12 +256,15 @@ class Progress:
         self._host = host
         self._has_reported = False
 
-    def start(self, step: int) -> None:
-        """Host 0 prints a note if the run is already complete; others print where they start."""
+    def start(self, step: int, *, evaluates: bool) -> None:
+        """Host 0 prints a note if nothing is left to train; others print where they start.
+
+        `evaluates`: whether the run has evaluations, of which the last one follows then.
+        """
         if not self._host.is_zero:
             print(f"{self._host.name}: from step {step} to {self._last_step}", flush=True)
         if step >= self._last_step:
-            self.note(f"step {step} of {self._last_step} is already done: raise TOTAL_STEPS, or use another --run-dir")
+            self.note(f"step {step} is done{'; its evaluation follows' if evaluates else ': nothing is left to train'}")
 
     def compiled(self, totals: Totals) -> None:
         """Prints the numbers of programs compiled and read from the cache, and the time."""

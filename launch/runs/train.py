@@ -112,7 +112,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             here = functools.partial(prepare, run_dir=run_dir)
             run_phases(spans, here, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
-        print(f"{host.name}: {stop}", flush=True)
+        print("\n".join([f"{host.name}: {stop}", *getattr(stop, "__notes__", ())]), flush=True)
         return stop.exit_code
     return exit_codes.DONE
 
@@ -137,11 +137,13 @@ def _fetch_copy(experiment: Experiment, run_dir: str, host: cluster.Host) -> Non
     from core.checkpoints import copying
 
     copying.require_place(run_dir, place, hosts=host.count)
-    say = functools.partial(print, flush=True)
-    fetched = [copying.fetch_newest(run_dir, place, say=say)]
-    fetched += [copying.fetch_best(run_dir, place, saves.keep_best, say=say)] if saves.keep_best else []
+    fetching = copying.Fetching(run_dir, place, say=functools.partial(print, flush=True))
+    fetched = [fetching.newest()]
+    fetched += [fetching.best(saves.keep_best)] if saves.keep_best else []
     for step in filter(None, fetched):
         print(f"checkpoint {step} was copied back from {place}", flush=True)
+    if any(fetched):
+        published_files.look_again()  # files of published models came with the checkpoint
 
 
 def run_phases(

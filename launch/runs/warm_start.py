@@ -18,7 +18,7 @@ from launch import terminal
 from launch.config import loader
 from launch.config.names import PUBLIC_PACKAGES
 from launch.config.trust import Trust
-from launch.experiment import Experiment
+from launch.experiment import OF_PYTHON, Experiment
 from parallel.partitioner import Program
 
 
@@ -156,6 +156,8 @@ def _notes(saved: warm_start.SavedParameters, experiment: Experiment) -> tuple[s
     where = saved.describe()
     if "config" not in saved.meta:
         return (f"{where} does not record its configuration, so the settings of its model were not compared",)
+    if saved.meta["config"].startswith(OF_PYTHON):
+        return (f"{where} is of a run of renga.Trainer, so the settings of its model were not compared",)
     try:
         with published_files.copies_of(str(saved.folder.parent.parent)):
             other = loader.load(

@@ -125,6 +125,15 @@ def test_the_carry_travels_and_cannot_be_accumulated():
         step.train_step(Counting(), sgd(), seed=0, accum_steps=2)(start(Counting()), batch())
 
 
+def test_the_rows_of_a_table_cannot_be_accumulated_which_is_no_fault_of_the_model():
+    specs = {"~": {**SPECS["~"], "idle_norm": ParamSpec((None,), kind="table")}}
+    dense = optimizers.adamw(learning_rate=optimizers.constant(0.1))
+    table = optimizers.with_table(dense=dense, learning_rate=optimizers.constant(0.1))
+    for optimizer in (table.bound(specs), optimizers.averaged(optimizer=table).bound(specs)):
+        with pytest.raises(UserError, match=r"accum_steps = 2: .*microbatches do not add theirs up"):
+            step.train_step(Line(), optimizer, seed=0, accum_steps=2)(start(), batch())
+
+
 @pytest.mark.covers("T17")
 class Dropping(Line):
     """Leaves half of the inputs out while it trains."""

@@ -175,6 +175,12 @@ def test_a_program_needs_microbatches_and_features(accum_steps, spec):
         bind(FSDP, "v4-8").program(TINY, ADAMW, spec, seed=0, accum_steps=accum_steps)
 
 
+def test_rows_of_a_table_that_microbatches_used_cannot_be_added_up():
+    tables = dataclasses.replace(ADAMW, live=("table",))
+    with pytest.raises(ValueError, match=r"accum_steps = 2: the optimizer changes only the rows of a table"):
+        bind(FSDP, "v4-8").program(TINY, tables, batch_spec(8), seed=0, accum_steps=2)
+
+
 @pytest.mark.parametrize(
     ("slice_name", "changes", "loops"),
     [

@@ -30,6 +30,23 @@ def test_the_best_step_stays_until_another_is_better(tmp_path):
     assert train(tmp_path, {10: 1.2}) == [7, 9, 10]  # the first of equal ones
 
 
+def test_a_step_that_is_evaluated_after_its_save_is_compared_as_the_others(tmp_path):
+    train(tmp_path, {1: 3.0, 2: None, 3: 2.0})
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), keep=2, keep_best="validation/loss")
+    assert checkpoints.unscored() == [2]
+    checkpoints.score(2, best.described("validation/loss", {"validation/loss": 1.0}))
+    assert checkpoints.unscored() == []
+    assert steps.find_best(tmp_path / "checkpoints") == (2, "validation/loss 1.0000")
+    assert not inspection.verify(tmp_path / "checkpoints" / "2").damaged
+    for step in (4, 5):
+        described = best.described("validation/loss", {"validation/loss": 1.5})
+        checkpoints.save(step, state={"w": jnp.full((4,), step)}, data={}, meta=described)
+    checkpoints.close()
+    assert steps.complete(tmp_path / "checkpoints") == [2, 4, 5]
+    assert train(tmp_path, {6: 1.2}) == [2, 5, 6]  # read again
+    assert Checkpoints(str(tmp_path / "checkpoints"), keep=2).unscored() == []
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"), [("max:validation/other", 2), ("max:validation/loss", 1), ("validation/absent", None)]
 )

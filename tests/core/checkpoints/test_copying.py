@@ -1,5 +1,6 @@
 """Checkpoints are copied from a disk to another place: completely, verified, or not at all."""
 
+import math
 import os
 import shutil
 
@@ -70,7 +71,7 @@ def test_an_interrupted_or_damaged_copy_is_no_step_and_is_made_again(run, tmp_pa
         patched.setattr(paths, "copy_between", full_disk)
         with pytest.raises(OSError, match="No space"):
             copying.copy_step(run / "checkpoints" / "9", paths.resolve(place) / "checkpoints" / "9")
-        assert (place / "checkpoints" / "9").exists()
+        assert [left.what for left in steps.leftovers(paths.resolve(place) / "checkpoints")] == ["unfinished"]
         said = []
         with copying.Copying(str(run), str(place), keep=2, say=said.append):
             pass
@@ -92,6 +93,7 @@ def test_an_interrupted_or_damaged_copy_is_no_step_and_is_made_again(run, tmp_pa
     with copying.Copying(str(run), str(place), keep=2, say=said.append):
         pass
     assert intact(place) == [9]
+    assert [folder.name for folder in (place / "checkpoints").iterdir()] == ["9"]
 
 
 @pytest.mark.covers("C13")
@@ -102,11 +104,64 @@ def test_a_machine_without_the_checkpoints_gets_the_newest_back(run, tmp_path):
         pass
     copying.require_place(fresh, place, hosts=1)  # as a restart on another machine does
     said = []
-    assert copying.fetch_newest(fresh, place, say=said.append) == 9
+    assert copying.Fetching(fresh, place, say=said.append).newest() == 9
     assert intact(fresh) == [9]
-    assert copying.fetch_newest(fresh, place, say=said.append) is None
-    assert copying.fetch_newest(str(run), place, say=said.append) is None
+    assert copying.Fetching(fresh, place, say=said.append).newest() is None
+    assert copying.Fetching(str(run), place, say=said.append).newest() is None
     assert said == []
+
+
+@pytest.mark.covers("C13")
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_a_copy_has_the_vocabulary_and_the_small_files_of_models_and_gives_them_back(
+    run, tmp_path, monkeypatch, request, place
+):
+    if place == "bucket":
+        for name, value in request.getfixturevalue("bucket").environment.items():
+            monkeypatch.setenv(name, value)
+    place, fresh = paths.resolve("gs://bucket/kept" if place == "bucket" else tmp_path / "kept"), tmp_path / "fresh"
+    copying.require_place(str(run), str(place), hosts=1)
+    copier = copying.Copying(str(run), str(place), keep=2, say=print)
+    for step in (9, 7):
+        (run / "checkpoints" / str(step)).rename(run / str(step))
+    copier.copy_newest()  # before there are such files
+    assert copying.Fetching(str(tmp_path / "plain"), str(place), say=print).newest() == 3
+    for step in (7, 9):
+        (run / str(step)).rename(run / "checkpoints" / str(step))
+    prepared = {
+        "vocabulary/sentencepiece_300.model": b"pieces",
+        "vocabulary/sentencepiece_300.sha256": b"1234",
+        "published/copies.json": b"{}",
+        "published/0/tokenizer.json": b"ids",
+    }
+    for name, content in prepared.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(content)
+    copying.Copying(str(run), str(place), keep=2, say=print).copy_newest()
+    assert copying.Fetching(str(fresh), str(place), say=print).newest() == 9
+    for folder in (place, fresh):
+        assert {name: (folder / name).read_bytes() for name in prepared} == prepared
+
+
+def test_the_vocabulary_is_there_before_the_first_step_and_a_copy_that_differs_is_no_copy(run, tmp_path, monkeypatch):
+    (run / "vocabulary").mkdir()
+    (run / "vocabulary" / "sentencepiece_300.model").write_bytes(b"pieces")
+    place, copy = tmp_path / "kept", paths.copy_between
+
+    def cutting(source, target):
+        copy(source, target)
+        if target.suffix == ".model":
+            target.write_bytes(target.read_bytes()[:-1])
+
+    copier = copying.Copying(str(run), str(place), keep=2, say=print)
+    with monkeypatch.context() as patched:
+        patched.setattr(paths, "copy_between", cutting)
+        with pytest.raises(copying.CopyError, match=r"sentencepiece_300\.model differs"):
+            copier.copy_newest()
+    assert intact(place) == []
+    copier.copy_newest()
+    assert intact(place) == [9]
+    assert (place / "vocabulary" / "sentencepiece_300.model").read_bytes() == b"pieces"
 
 
 def save_evaluated(run, losses, *, after=lambda: None):
@@ -129,10 +184,10 @@ def test_the_best_step_is_kept_in_the_copy_as_in_the_run_and_copied_back(tmp_pat
     assert steps.best_of(place) == 2
     assert len(said) == 5
     fresh = str(tmp_path / "fresh")
-    assert copying.fetch_newest(fresh, place, say=said.append) == 5
-    assert copying.fetch_best(fresh, place, "validation/loss", say=said.append) == 2
+    assert copying.Fetching(fresh, place, say=said.append).newest() == 5
+    assert copying.Fetching(fresh, place, say=said.append).best("validation/loss") == 2
     assert intact(fresh) == [2, 5]
-    assert copying.fetch_best(fresh, place, "validation/loss", say=said.append) is None
+    assert copying.Fetching(fresh, place, say=said.append).best("validation/loss") is None
     save_evaluated(run, {6: 0.5, 7: 0.7}, after=copier.copy_newest)
     assert intact(place) == [6, 7]
 
@@ -147,6 +202,22 @@ def test_a_best_step_that_was_passed_over_is_copied_later(tmp_path):
     assert intact(place) == [2, 5]
 
 
+def test_a_score_that_was_added_to_a_step_after_its_copy_is_copied_too(tmp_path):
+    run, place = tmp_path / "run", str(tmp_path / "kept")
+    save_evaluated(run, {1: 3.0, 2: math.nan})
+    copier = copying.Copying(str(run), place, keep=2, keep_best="validation/loss", say=print)
+    copier.copy_newest()
+    assert steps.best_of(place) == 1
+    scores = best.described("validation/loss", {"validation/loss": 1.0})
+    steps.write_scores(paths.resolve(run) / "checkpoints" / "2", scores)
+    copier.copy_newest()
+    assert steps.best_of(place) == 2
+    save_evaluated(run, {3: 2.0, 4: 2.5}, after=copier.copy_newest)
+    assert intact(place) == [2, 3, 4]
+    assert copying.Fetching(str(tmp_path / "fresh"), place, say=print).best("validation/loss") == 2
+    assert steps.best_of(str(tmp_path / "fresh")) == 2
+
+
 def test_a_damaged_copy_of_the_best_step_is_passed_over(tmp_path):
     run, place, said = tmp_path / "run", tmp_path / "kept", []
     copier = copying.Copying(str(run), str(place), keep=3, keep_best="validation/loss", say=print)
@@ -154,10 +225,22 @@ def test_a_damaged_copy_of_the_best_step_is_passed_over(tmp_path):
     damaged = max((place / "checkpoints" / "2" / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     fresh = str(tmp_path / "fresh")
-    assert copying.fetch_newest(fresh, str(place), say=said.append) == 5
-    assert copying.fetch_best(fresh, str(place), "validation/loss", say=said.append) == 3
+    fetching = copying.Fetching(fresh, str(place), say=said.append)
+    assert fetching.newest() == 5
+    assert fetching.best("validation/loss") == 3
     assert [line.splitlines()[0].split(" (")[0] for line in said] == [f"warning: in {place}, step 2: DAMAGED"]
     assert intact(fresh) == [3, 5]
+
+
+def test_a_damaged_copy_that_is_the_newest_and_the_best_is_copied_and_read_once(tmp_path):
+    run, place, said = tmp_path / "run", tmp_path / "kept", []
+    copier = copying.Copying(str(run), str(place), keep=2, keep_best="validation/loss", say=print)
+    save_evaluated(run, {1: 3.0, 2: 1.0}, after=copier.copy_newest)
+    damaged = max((place / "checkpoints" / "2" / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    fetching = copying.Fetching(str(tmp_path / "fresh"), str(place), say=said.append)
+    assert (fetching.newest(), fetching.best("validation/loss")) == (1, None)
+    assert len(said) == 1
 
 
 @pytest.mark.covers("C13")
@@ -172,7 +255,7 @@ def test_a_damaged_copy_is_passed_over_and_replaced_when_its_step_is_saved_again
     damaged = max((place / "checkpoints" / "9" / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     said.clear()
-    assert copying.fetch_newest(str(fresh), str(place), say=said.append) == 7
+    assert copying.Fetching(str(fresh), str(place), say=said.append).newest() == 7
     assert [line.splitlines()[0].split(" (")[0] for line in said] == [f"warning: in {place}, step 9: DAMAGED"]
     assert [folder.name for folder in (fresh / "checkpoints").iterdir()] == ["7"]
 
@@ -225,3 +308,16 @@ def test_two_runs_cannot_share_a_place(run, saved, tmp_path):
     for run_dir in ("gs://bucket/run", place):
         with pytest.raises(UserError, match="copied from a local run directory to another place"):
             copying.require_place(run_dir, place, hosts=1)
+
+
+def test_the_checkpoints_of_a_run_that_was_never_a_copy_are_not_touched(run, saved, tmp_path):
+    """Unless the run has none of its own: then it continues from them."""
+    place = shutil.copytree(saved, tmp_path / "another")
+    for refuses in (copying.check_place, copying.require_place):
+        with pytest.raises(UserError, match=r"no copies of those in .*run: give a place without checkpoints, or"):
+            refuses(str(run), str(place), hosts=1)
+    assert intact(place) == [3, 7, 9]
+    assert not (place / "run_id").exists()
+    copying.require_place(str(tmp_path / "empty"), str(place), hosts=1)
+    assert copying.Fetching(str(tmp_path / "empty"), str(place), say=print).newest() == 9
+    copying.require_place(str(tmp_path / "empty"), str(place), hosts=1)  # again, at a restart

@@ -11,6 +11,7 @@ from core.checkpoints import comparing, inspection, layer_map, reading, steps, w
 from core.checkpoints.arrays import Arrays
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from core.files import paths
 from models.decoder.transformer import Transformer
 from models.lora import Lora
 from parallel import strategies
@@ -159,6 +160,47 @@ def test_frozen_parameters_are_read_in_the_dtype_that_they_are_stored_in(saved):
         np.testing.assert_array_equal(leaf, params["layers/block"][name].astype(leaf.dtype))
 
 
+def copy_with_other_state(saved, folder, change):
+    """A copy of the run whose files are valid, but whose arrays differ from the fingerprints in the metadata."""
+    params, run = saved
+    checkpoints = Checkpoints(folder / "other" / "checkpoints", keep=1)
+    checkpoints.save(7, state={"params": jax.tree.map(change, params)}, data={}, meta={})
+    checkpoints.close()
+    shutil.copytree(run, folder / "run")
+    shutil.rmtree(folder / "run/checkpoints/7/state")
+    shutil.copytree(folder / "other/checkpoints/7/state", folder / "run/checkpoints/7/state")
+    return str(folder / "run")
+
+
+@pytest.mark.parametrize("most_bytes", [2**28, 1])
+def test_parameters_are_compared_in_the_dtype_that_they_are_stored_in(saved, tmp_path, monkeypatch, most_bytes):
+    monkeypatch.setattr(warm_start, "_CONVERTED_BYTES", most_bytes)
+    program = program_of(strategies.fsdp(), seed=5, frozen=("layers/*",))
+    state = started(program, saved[1])
+    assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
+
+    def changed_below_the_precision_of_bfloat16(array):
+        return jax.numpy.asarray(array) * (1 + 2.0**-20)
+
+    run = copy_with_other_state(saved, tmp_path, changed_below_the_precision_of_bfloat16)
+    with pytest.raises(UserError, match=r"damaged checkpoint, step 7 in .*arrays differ from what was saved"):
+        started(program, run, ("layers/*",))
+
+
+def test_a_step_that_the_other_run_removes_while_it_is_read_is_called_removed(saved, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(saved[1], run)
+    original = Arrays.placed
+
+    def removed_meanwhile(self, wanted):
+        steps.remove(paths.resolve(run) / "checkpoints" / "7")
+        return original(self, wanted)
+
+    monkeypatch.setattr(Arrays, "placed", removed_meanwhile)
+    with pytest.raises(UserError, match=r"step 7 of .* was removed after it was chosen.*KEEP_CHECKPOINTS"):
+        started(program_of(strategies.fsdp()), str(run))
+
+
 def test_an_average_starts_with_the_parameters_that_were_taken(saved):
     params, run = saved
 
@@ -196,17 +238,11 @@ def test_parameters_that_do_not_fit_are_listed_before_any_is_read(saved):
 
 
 def test_parameters_of_another_step_are_refused(saved, tmp_path):
-    """The files are valid, but their arrays differ from the fingerprints in the metadata."""
-    params, run = saved
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
-    checkpoints.save(7, state={"params": jax.tree.map(lambda a: jax.numpy.asarray(a) + 1, params)}, data={}, meta={})
-    checkpoints.close()
-    shutil.rmtree(tmp_path / "checkpoints/7/state")
-    shutil.copytree(f"{run}/checkpoints/7/state", tmp_path / "checkpoints/7/state")
+    run = copy_with_other_state(saved, tmp_path, lambda a: jax.numpy.asarray(a) + 1)
     with pytest.raises(
         UserError, match=r"damaged checkpoint, step 7 in .*: 12 of 12 arrays differ from what was saved"
     ):
-        started(program_of(strategies.fsdp()), str(tmp_path))
+        started(program_of(strategies.fsdp()), run)
 
 
 FROZEN = ("layers/*",)

@@ -52,3 +52,9 @@ def test_the_estimate_compares_the_space_needed_with_the_free_space(tmp_path, mo
     short = writing.estimate_saves(str(tmp_path), **words | {"keep": 9})
     assert short.endswith("3 GiB of disk free, but 5 GiB are needed: free some space, or lower KEEP_CHECKPOINTS")
     assert writing.estimate_saves("gs://bucket/run", **words) == want
+    best = writing.estimate_saves(str(tmp_path), **words, keeps_best=True)
+    assert best == f"{want.replace('latest 3', 'latest 3 and the best')}; 3 GiB of disk free"
+    alone = {"keep_params": 2, "params_bytes": 2**28}
+    assert writing.estimate_saves(str(tmp_path), **words, **alone).endswith("3 GiB of disk free")
+    both = writing.estimate_saves(str(tmp_path), **words, **alone, keeps_best=True)
+    assert "but 3.25 GiB are needed" in both

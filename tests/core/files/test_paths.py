@@ -136,6 +136,8 @@ def test_files_of_a_pattern_are_listed_at_any_depth(place):
     found = {name.removeprefix(f"{place}/"): about.size_bytes for name, about in paths.listed(f"{place}/**/*").items()}
     assert found == {"a/b/one.txt": 11, "a/two.txt": 9, "three.txt": 9, "a/four.csv": 10}
     assert list(paths.listed(f"{place}/*.txt")) == [f"{place}/three.txt"]
+    assert paths.sizes(place / "a") == {"b/one.txt": 11, "two.txt": 9, "four.csv": 10}
+    assert paths.sizes(place / "absent") == {}
 
 
 def test_a_range_of_a_file_has_its_length_or_is_an_error(place):

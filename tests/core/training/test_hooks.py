@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from core.checkpoints.writing import Cost
+from core.checkpoints.writing import Cost, WriteFailedError
 from core.hosts import activity, interrupt
 from core.training import compilation, hooks, run_lock, trainer
 from core.training.trainer import StepReport
@@ -289,3 +289,24 @@ def test_nothing_is_saved_after_the_lock_of_the_run_was_taken_over(tmp_path):
         save.at_boundary(10, "state 10")
     assert [step for step, *_ in checkpoints.saved] == [5]
     lock.release()
+
+
+def failing_wait():
+    raise WriteFailedError("saving the checkpoint of step 7 failed: OSError: No space left on device")
+
+
+@pytest.mark.covers("C08")
+def test_a_preempted_run_says_that_it_saved_only_when_the_save_is_complete():
+    waited = []
+    stop = hooks.StopWhenPreempted(lambda step: step == 7, wait=lambda: waited.append(activity.place().activity))
+    stop.before_step(6)
+    assert not stop.needs_state(6)
+    stop.before_step(7)
+    assert stop.needs_state(7)
+    with pytest.raises(hooks.PreemptedError, match="saved a checkpoint at step 7"):
+        stop.at_boundary(7, None)
+    assert waited == [activity.SAVING]
+    stop = hooks.StopWhenPreempted(bool, wait=failing_wait)
+    stop.before_step(7)
+    with pytest.raises(WriteFailedError, match="No space left"):
+        stop.at_boundary(7, None)

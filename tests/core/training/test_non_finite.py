@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from core import optimizers, step
+from core.checkpoints.writing import WriteFailedError
 from core.hosts import exit_codes
 from core.parameters import ParamSpec
 from core.training import hooks, trainer
@@ -34,6 +35,20 @@ def test_the_advice_names_the_checkpoint_that_there_is(newest, says):
     with pytest.raises(hooks.NonFiniteLossError, match=says) as raised:
         hooks.Stop(newest=lambda: newest).after_step(report(3, math.nan))
     assert raised.value.says_all  # no traceback: the message says what to do
+
+
+def test_a_run_that_ends_waits_for_the_checkpoint_that_is_being_written():
+    saved = []
+    stop = hooks.Stop(newest=lambda: max(saved, default=None), wait=lambda: saved.append(2))
+    with pytest.raises(hooks.NonFiniteLossError, match="The checkpoint of step 2 precedes it"):
+        stop.after_step(report(3, math.nan))
+
+    def fails():
+        raise WriteFailedError("saving the checkpoint of step 2 failed: OSError: No space left on device")
+
+    with pytest.raises(hooks.NonFiniteLossError, match="No checkpoint was saved before") as raised:
+        hooks.Stop(wait=fails).after_step(report(3, math.nan))
+    assert raised.value.__notes__ == ["saving the checkpoint of step 2 failed: OSError: No space left on device"]
 
 
 def test_skip_reports_each_update_and_ends_after_too_many():

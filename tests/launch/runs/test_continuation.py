@@ -1,5 +1,6 @@
 """Whether a configuration continues a run: checks and starts agree, and a start that cannot changes nothing."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -8,7 +9,7 @@ import types
 
 import pytest
 
-from core.checkpoints import steps
+from core.checkpoints import best, steps
 from core.errors import UnreachableError, UserError
 from core.training import compilation, evaluation, hooks, metrics, scoring
 from launch.check import preflight
@@ -237,6 +238,38 @@ def test_a_save_waits_for_an_evaluation_only_if_it_contains_its_scores(tmp_path,
     assert found == order
 
 
+def test_hosts_meet_before_everything_that_they_do_together(tmp_path, monkeypatch):
+    met, original = [], hooks.Meet.at_boundary
+
+    def noted(hook, step, state):
+        met.append((step, [name for name, purpose in hook._purposes.items() if purpose.needs_state(step)]))
+        original(hook, step, state)
+
+    monkeypatch.setattr(hooks.Meet, "at_boundary", noted)
+    config = loaded(*EVALUATED, "settings.Checkpointing.params_checkpoint_interval = 2")
+    about = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 4, "host": Host(0, 1, True)}
+    run = prepared_run.prepare_run(config.build(), **about)
+    Session(dataclasses.replace(run, host=Host(0, 2, True))).run()
+    assert met == [
+        (2, ["checkpoint of the parameters"]),
+        (3, ["checkpoint", "evaluation"]),
+        (4, ["checkpoint", "evaluation"]),
+    ]
+
+
+def test_the_best_checkpoint_can_be_one_whose_evaluation_failed_at_first(tmp_path, monkeypatch):
+    asked, keeping = fail_first_evaluation(monkeypatch), "KEEP_BEST = 'validation/loss'"
+    with pytest.raises(OSError, match="no such file"):
+        start(tmp_path, *EVALUATED, keeping)
+    assert steps.find_best(tmp_path / "checkpoints") is None
+    start(tmp_path, *EVALUATED, keeping)
+    assert asked == [3, 3, 6]
+    losses = dict(metrics.read(str(tmp_path)).curve("validation/loss"))
+    scored = best.values(steps.described_steps(tmp_path / "checkpoints"), best.parse("validation/loss"))
+    assert scored == losses
+    assert sorted(scored) == [3, 6]
+
+
 def test_the_evaluation_at_the_end_of_a_phase_is_made_before_the_next_phase(tmp_path, monkeypatch):
     asked = fail_first_evaluation(monkeypatch)
     config = loaded(*EVALUATED, *LONGER)
@@ -249,7 +282,7 @@ def test_the_evaluation_at_the_end_of_a_phase_is_made_before_the_next_phase(tmp_
     assert evaluated(tmp_path) == [3, 6]
 
 
-def test_a_second_call_at_the_end_of_a_phase_returns_its_evaluation(tmp_path):
+def test_a_second_call_at_the_end_of_a_phase_returns_its_evaluation(tmp_path, capsys):
     config = loaded(*EVALUATED, *LONGER)
     told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 3, "host": Host(0, 1, True)}
     prepare = functools.partial(prepared_run.prepare_run, **told)
@@ -258,6 +291,7 @@ def test_a_second_call_at_the_end_of_a_phase_returns_its_evaluation(tmp_path):
     )
     assert first == again
     assert first["validation/loss"] > 0
+    assert "\nstep 3 is done; its evaluation follows\n" in f"\n{capsys.readouterr().out}"
 
 
 @pytest.mark.parametrize("kind", [UnreachableError, PermissionError])

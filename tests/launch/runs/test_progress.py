@@ -19,6 +19,17 @@ def test_the_first_report_has_no_eta(capsys):
     assert second.endswith("ETA 1:40")
 
 
+def test_a_start_with_nothing_to_train_names_no_setting(capsys):
+    lines = progress.Progress(10, host=Host(0, 1, False), unit="token")
+    lines.start(9, evaluates=True)
+    lines.start(10, evaluates=True)
+    lines.start(12, evaluates=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 10 is done; its evaluation follows",
+        "step 12 is done: nothing is left to train",
+    ]
+
+
 def waited(*places):
     said = []
     found = iter(places)

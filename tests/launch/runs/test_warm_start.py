@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import tokenizers
 
+from core.checkpoints import copying, published_files, writing
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from launch import loaded_model
+from launch.check import preflight
 from launch.config import loader
+from launch.experiments import saved_run
 from launch.hosts.cluster import Host
-from launch.runs import prepared_run, warm_start
+from launch.runs import continuation, prepared_run, train, warm_start
 
 FAMILY = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "families" / "llama3"
 
@@ -34,19 +37,23 @@ def folder(tmp_path_factory):
     return found
 
 
+BASE = ("LENGTH = 16", "INIT_FROM = ''")
+
+
 def load(folder, *bindings):
-    base = (f"FOLDER = '{folder}'", f"DATA = '{folder}/*.txt'", "LENGTH = 16", "INIT_FROM = ''")
+    base = (f"FOLDER = '{folder}'", f"DATA = '{folder}/*.txt'", *BASE)
     return loader.load("gin/finetune.gin", bindings=(*base, *bindings), slice_name="v4-16")
 
 
-def save(folder, run, step, *bindings):
-    """Saves a step of a run, whose numbers are all that of the step."""
+def save(folder, run, step, *bindings, text=None):
+    """Saves a step of a run, whose numbers are all that of the step; `text`: its configuration, if not the bindings."""
     config = load(folder, *bindings)
+    text = text or config.text
     state = config.build().bind(jax.devices()).abstract_state
-    (run / "config.gin").write_text(config.text)
+    (run / "config.gin").write_text(text)
     checkpoints = Checkpoints(run / "checkpoints", keep=3)
     filled = jax.tree.map(lambda a: jax.numpy.asarray(np.full(a.shape, step, a.dtype)), state)
-    checkpoints.save(step, state=filled, data={}, meta={"config": config.text})
+    checkpoints.save(step, state=filled, data={}, meta={"config": text})
     checkpoints.close()
 
 
@@ -73,6 +80,28 @@ def test_a_run_starts_from_the_step_that_was_checked_although_the_source_goes_on
         warm_start.first_state(run.experiment, run.program, run.initial, is_host_zero=True)
 
 
+@pytest.mark.parametrize("is_published", [True, False])
+def test_the_disk_has_room_for_frozen_parameters_unless_checkpoints_leave_them_out(
+    folder, tmp_path, monkeypatch, is_published
+):
+    source, frozen = folder, ("experiment.Experiment.frozen = ('layers/*',)",)
+    if not is_published:
+        source = tmp_path / "source"
+        source.mkdir()
+        save(folder, source, 3)
+    run = prepare(folder, tmp_path / "run", f"INIT_FROM = '{source}'", *frozen)
+    sizes = []
+    monkeypatch.setattr(writing, "require_space", lambda run_dir, size_bytes: sizes.append(size_bytes))
+    bindings = (*BASE, f"FOLDER = '{folder}'", f"DATA = '{folder}/*.txt'", *frozen, f"INIT_FROM = '{source}'")
+    preflight.check("gin/finetune.gin", bindings=bindings, slice_name="v4-16", run_dir=run.run_dir, hosts="simulated")
+    left_out = run.initial.left_out
+    continuation.require_fit(run.run_dir, run.meta, run.span, run.program, left_out=left_out)
+    state = run.program.abstract_state
+    layers = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params["layers/block"]))
+    saved = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state)) - (layers if is_published else 0)
+    assert sizes == [saved, saved]
+
+
 def test_fields_of_the_source_that_no_shape_shows_are_listed(folder, tmp_path, capsys):
     source = tmp_path / "source"
     source.mkdir()
@@ -90,6 +119,18 @@ def test_fields_of_the_source_that_no_shape_shows_are_listed(folder, tmp_path, c
     assert f"  the optimizer of {where} averages parameters: the parameters are taken, not their average\n" in said
     assert said.count(where) == 3
     assert loaded_model.load(str(source)).where == f"step 3 of {source} (averaged by its optimizer)"
+
+
+def test_a_run_of_a_trainer_is_not_said_to_need_a_repair(folder, tmp_path, capsys):
+    """Its configuration describes Python objects, which gin cannot build."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save(folder, source, 3, text=saved_run.described(load(folder).build()))
+    prepare(folder, tmp_path / "run", f"INIT_FROM = '{source}'")
+    said = (
+        f"step 3 of {source}/checkpoints is of a run of renga.Trainer, so the settings of its model were not compared"
+    )
+    assert f"note: INIT_FROM:\n  {said}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_published", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -120,3 +161,26 @@ def test_layers_of_another_depth_are_named_and_listed(folder, tmp_path, capsys, 
     np.testing.assert_array_equal(query[0], query[3])
     assert query.shape[0] == 4
     assert not np.array_equal(query[0], query[2])
+
+
+@pytest.fixture
+def no_copies():
+    yield
+    published_files.use_copies(None)
+
+
+def test_small_files_of_a_model_come_back_from_the_mirror_with_a_checkpoint(folder, tmp_path, no_copies):
+    """And a first start, with nothing in the mirror, still keeps them."""
+    first, fresh, mirror = (str(tmp_path / name) for name in ("first", "fresh", "mirror"))
+    experiment = load(folder, f"settings.Checkpointing.checkpoint_mirror = '{mirror}'").build()
+    published_files.use_copies(first)
+    assert published_files.small_files(str(folder)) == folder
+    train._fetch_copy(experiment, first, Host(0, 1, True))
+    published_files.keep_copies(first)
+    save(folder, tmp_path / "first", 3)
+    with copying.Copying(first, mirror, keep=1, say=print):
+        pass
+    published_files.use_copies(fresh)
+    assert published_files.small_files(str(folder)) == folder
+    train._fetch_copy(experiment, fresh, Host(0, 1, True))
+    assert published_files.small_files(str(folder)) == tmp_path / "fresh" / "published" / "0"
