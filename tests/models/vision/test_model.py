@@ -100,6 +100,35 @@ def test_positions_are_counted_by_the_number_of_images_of_a_segment():
     assert found == [[0, 4, 6, 8, 10, 11, 12, 3, 2, 4, 6, 7, 8, 0]]
 
 
+def computed(jaxpr, result):
+    """The equations of a jaxpr on which a result depends."""
+    needed, found = {result}, []
+    for eqn in reversed(jaxpr.eqns):
+        if needed & set(eqn.outvars):
+            found.append(eqn)
+            needed |= {v for v in eqn.invars if isinstance(v, jax.extend.core.Var)}
+    return found
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_positions_are_picked_without_products_which_tpus_round_to_bfloat16(causal):
+    """A TPU's product of float32 keeps 8 bits, and an image may have more than 256 patches."""
+
+    def places(indices, visual):
+        slots = batch["slots"].reshape(1, 4, -1)
+        given = Chosen(indices, None, jax.numpy.zeros(()))
+        read, inserted, _ = Placed.of(batch, slots).decoded(batch, visual, given, shift=1000, causal=causal)
+        return read["positions"], inserted.values
+
+    batch, _ = subjects.asked(subjects.CHOSEN, images=2, rows=1)
+    visual = np.zeros((1, 16, 1), np.float32)
+    jaxpr = jax.make_jaxpr(places)(np.zeros((4, 4), np.int32), visual).jaxpr
+    positions, values = ([str(eqn) for eqn in computed(jaxpr, out)] for out in jaxpr.outvars)
+    assert positions
+    assert not [text for text in positions if "dot_general" in text]
+    assert [text for text in values if "dot_general" in text]
+
+
 def test_rows_whose_images_need_more_positions_than_the_decoder_has_are_refused():
     batch = subjects.batch(subjects.CHOSEN, rows=1)  # two images of 16 patches, of which 4 are chosen
     length = batch["inputs"].shape[1]
