@@ -45,8 +45,13 @@ def copy_step(source: paths.Path, target: paths.Path) -> int:
     names = [*sorted(files.keys() - set(marks)), *marks]
     if not paths.is_remote(target):
         unfinished = steps.unfinished(target)
-        _copy_files(source, unfinished, names, files)
-        unfinished.rename(target)
+        try:
+            _copy_files(source, unfinished, names, files)
+            unfinished.rename(target)
+        except BaseException:
+            if unfinished.exists():  # it may be what fills the disk
+                unfinished.rmtree()
+            raise
         return sum(files.values())
     _copy_files(source, target, names, files)
     if steps.COMMITTED_MARK not in files:
@@ -99,8 +104,9 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
     is_begun = bool(steps.complete(run / steps.FOLDER))
     if not other and is_begun and steps.complete(there / steps.FOLDER):
         raise UserError(
-            f"checkpoint_mirror = {place!r} has checkpoints that are no copies of those in {run_dir}: give a place "
-            "without checkpoints, or, to continue the run that is there, a --run-dir without checkpoints"
+            f"checkpoint_mirror = {place!r} has checkpoints, but no file {_IDENTITY}, so they may be of another run than "
+            f"{run_dir}: give a place without checkpoints, or, to continue the run that is there, a --run-dir without "
+            "checkpoints"
         )
     if other and own != other and (own or is_begun):
         raise UserError(
@@ -158,6 +164,7 @@ class Fetching:
     def _fetch(self, step: int) -> bool:
         if step in self._damaged:
             return False
+        _copy_prepared(self._there.parent, self._own.parent)  # first: a start with the step does not fetch again
         copy_step(self._there / str(step), self._own / str(step))
         found = inspection.verify(self._own / str(step))
         if found.damaged:
@@ -165,7 +172,6 @@ class Fetching:
             steps.remove(self._own / str(step))
             self._say(f"warning: in {self._there.parent}, {found.describe()}. The run does not use this copy")
             return False
-        _copy_prepared(self._there.parent, self._own.parent)
         return True
 
 
@@ -190,7 +196,9 @@ class Copying:
         """
         self._source, self._target = (paths.resolve(folder) / steps.FOLDER for folder in (run_dir, place))
         self._keep, self._metric, self._say = keep, best.parse(keep_best) if keep_best else None, say
-        self._copied: tuple[int, float | None, bytes] | None = None  # the last step, when it was saved, its scores
+        self._copied: tuple[int, float | None, list[bytes]] | None = (
+            None  # the last step, when it was saved, and the scores of all
+        )
         self._has_prepared = False  # whether the vocabulary and files of published models were copied
         self._bookkeeping = Bookkeeping(os.fspath(self._target))
         self._ended = threading.Event()
@@ -223,10 +231,11 @@ class Copying:
 
         A copy of an earlier save of such a step is replaced.
         """
-        newest = max(steps.complete(self._source), default=None)
-        if newest is None:
+        here = steps.complete(self._source)
+        if not here:
             return
-        saved = (newest, _saved_at(self._source / str(newest)), steps.read_scores(self._source / str(newest)))
+        newest, scores = max(here), [steps.read_scores(self._source / str(step)) for step in here]
+        saved = (newest, _saved_at(self._source / str(newest)), scores)
         if self._copied == saved:
             return
         there = steps.complete(self._target)

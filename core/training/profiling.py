@@ -233,9 +233,9 @@ class Trace:
     JAX's profiler names the file after the hostname alone, so hosts with the same name could overwrite one another.
     """
 
-    def __init__(self, run_dir: str, step: int, *, process_index: int | None = None):
-        """Begins to trace; `process_index` defaults to that of this host."""
-        process = distributed.process_index() if process_index is None else process_index
+    def __init__(self, run_dir: str, step: int):
+        """Begins to trace."""
+        process = distributed.process_index()
         options = jax.profiler.ProfileOptions()
         options.session_id = f"step_{step}"
         options.python_tracer_level = 0  # Python frames would hide the device's rows and slow the step

@@ -304,7 +304,7 @@ def _show(args: argparse.Namespace, results: Scores, removed: Sequence[int]) -> 
     _show_tables(results)
     if other := [f"{found['step']:,}" for found in results.checkpoints if not found["same_data_as_in_training"]]:
         steps = f"step{'s' if len(other) > 1 else ''} {', '.join(other)}"
-        print(f"note: up to {steps}, the run was trained on other data than the evaluated rows are held out from")
+        print(f"note: the checkpoint of {steps} was trained on other data than that whose held-out rows were evaluated")
     written = results.files
     if args.submission:
         paths.write_text_atomically(args.submission, results.submission())

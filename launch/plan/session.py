@@ -47,6 +47,10 @@ def _plan(args: argparse.Namespace) -> int:
         return slice_ranking.rank(args, names, lambda question: _best(question, args), label=label)
     if len(spans) == 1:
         return _plan_one(args)
+    if args.batch_size:
+        raise UserError(
+            f"--batch-size: {args.experiment} has {len(spans)} phases, and each has its own batch size: leave it out"
+        )
     if given := [name for name in ("write", "json", "record") if getattr(args, name)]:
         raise UserError(
             f'--{given[0]} is for one phase, and {args.experiment} has {len(spans)}: add --gin "PHASE = N" with 1 to '
@@ -69,7 +73,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _note_phase(args: argparse.Namespace) -> None:
     spans = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build().spans()
     if len(spans) > 1:
-        print(f'note: of phase 1 of {len(spans)}; --gin "PHASE = N" chooses another')
+        print(f'note: this is phase 1 of {len(spans)}; --gin "PHASE = N" chooses another')
 
 
 def _plan_one(args: argparse.Namespace) -> int:
@@ -111,7 +115,7 @@ def _best(question: Question, args: argparse.Namespace) -> slice_ranking.Planned
         if ranked := search.ranked(session.found):
             return search.metrics(question, *ranked[0]), ""
         if any(not one.reason for one in options):
-            return None, "nothing that was compiled fits" if session.found else "nothing was compiled before"
+            return None, session.none
     reasons = selection.by_reason(options)
     return None, f"no layout fits; most often {reasons[0][0]}" if reasons else "it has no layout of these strategies"
 
@@ -131,6 +135,11 @@ class _Session:
             if len(programs) == _TRIES * wanted:
                 break
         self._left = list(programs.values())
+
+    @property
+    def none(self) -> str:
+        """Says why there is no result."""
+        return "nothing that was compiled fits" if self.found else "nothing was compiled"
 
     def _still_wanted(self) -> int:
         return self._wanted - sum(record.time is not None for _, record in self.found)
@@ -237,8 +246,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     rejected = [one for one in session.options if one.candidate not in fit]
     if not ranked:
         ranking.print_rejected(rejected, session.found, every=args.rejected)
-        none = "nothing that was compiled fits" if session.found else "nothing was compiled before"
-        print(f"\n{none} for {question.slice.name}" + (" yet" if is_partial else ""))
+        print(f"\n{session.none} for {question.slice.name}" + (" yet" if is_partial else ""))
         return 1
     rows = [search.metrics(question, one, record) for one, record in ranked]
     title = f"{question.config.experiment} on {question.slice.name}" + (", so far" if is_partial else "")

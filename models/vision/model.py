@@ -218,7 +218,7 @@ class VisionLanguageModel:
         slots = batch["slots"].reshape(rows, number, -1)  # [B, I, S]
         selector, n, s = self._selector, self.image_tokens, slots.shape[-1]
         selector.check(num_patches=n, slots=s)
-        self._check_positions(batch["inputs"].shape[1] + number * (n - s), images=number)
+        self._check_positions(batch["inputs"].shape[1], images=number, left_out=n - s)
         at = Placed.of(batch, slots)
         patches = self.vision.embedded(images, dtype=self.decoder.dtype)
         scores, guesses = None, None
@@ -279,13 +279,17 @@ class VisionLanguageModel:
         logits = glimpsed.log_answers(size).reshape(*targets.shape, size)
         return losses.cross_entropy(logits, targets, weights, vocab_size=size)
 
-    def _check_positions(self, length: int, *, images: int) -> None:
-        most = self.decoder.max_positions
+    def _check_positions(self, length: int, *, images: int, left_out: int) -> None:
+        """Raises UserError for rows with too many positions; `left_out` is the number of patches left out per image.
+
+        All images may be in one segment. Only learned positions would then be wrong without an error.
+        """
+        most, images = self.decoder.max_positions, images if self.decoder.positions == "learned" else 1
+        length += images * left_out
         if most is not None and length > most:
             raise UserError(
                 f"rows with all patches of {units.counted(images, 'image')} have {length} positions, and the decoder "
-                f"has max_positions = {most}: set LENGTH lower, give a row fewer images or, with rotary positions, set "
-                f"max_positions = {length}"
+                f"has max_positions = {most}: set LENGTH lower, or give a row fewer images"
             )
 
     def _connected(self, x: jax.Array) -> jax.Array:

@@ -71,7 +71,7 @@ def test_an_interrupted_or_damaged_copy_is_no_step_and_is_made_again(run, tmp_pa
         patched.setattr(paths, "copy_between", full_disk)
         with pytest.raises(OSError, match="No space"):
             copying.copy_step(run / "checkpoints" / "9", paths.resolve(place) / "checkpoints" / "9")
-        assert [left.what for left in steps.leftovers(paths.resolve(place) / "checkpoints")] == ["unfinished"]
+        assert list(steps.leftovers(paths.resolve(place) / "checkpoints")) == []  # they might be what fills the disk
         said = []
         with copying.Copying(str(run), str(place), keep=2, say=said.append):
             pass
@@ -298,6 +298,29 @@ def test_a_step_whose_removal_was_interrupted_is_removed_at_the_next_start(run, 
     assert sorted(path.name for path in folder.iterdir()) == ["3", "9"]
 
 
+def test_a_fetch_that_was_interrupted_leaves_no_step_without_the_files_that_it_needs(run, tmp_path, monkeypatch):
+    place, fresh = tmp_path / "kept", tmp_path / "fresh"
+    (run / "vocabulary").mkdir()
+    (run / "vocabulary" / "a.model").write_text("words")
+    copying.require_place(str(run), str(place), hosts=1)
+    with copying.Copying(str(run), str(place), keep=2, say=print):
+        pass
+
+    def interrupted(source, target):
+        if "vocabulary" in os.fspath(target):
+            raise KeyboardInterrupt
+        return copy(source, target)
+
+    copy = paths.copy_between
+    with monkeypatch.context() as patched:
+        patched.setattr(paths, "copy_between", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copying.Fetching(str(fresh), str(place), say=print).newest()
+    assert intact(fresh) == []
+    assert copying.Fetching(str(fresh), str(place), say=print).newest() == 9
+    assert (fresh / "vocabulary" / "a.model").read_text() == "words"
+
+
 def test_two_runs_cannot_share_a_place(run, saved, tmp_path):
     place = str(tmp_path / "kept")
     copying.require_place(str(run), place, hosts=1)
@@ -314,7 +337,7 @@ def test_the_checkpoints_of_a_run_that_was_never_a_copy_are_not_touched(run, sav
     """Unless the run has none of its own: then it continues from them."""
     place = shutil.copytree(saved, tmp_path / "another")
     for refuses in (copying.check_place, copying.require_place):
-        with pytest.raises(UserError, match=r"no copies of those in .*run: give a place without checkpoints, or"):
+        with pytest.raises(UserError, match=r"no file run_id, .*run: give a place without checkpoints, or"):
             refuses(str(run), str(place), hosts=1)
     assert intact(place) == [3, 7, 9]
     assert not (place / "run_id").exists()

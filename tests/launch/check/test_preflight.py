@@ -240,6 +240,11 @@ def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path, mo
     assert unknown.detail.endswith("of a host of v4-32; activations saved on the host not counted")
 
 
+def test_arrays_that_a_checkpoint_of_another_model_leaves_out_do_not_stop_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "_initial_parameters", lambda *_: (None, ["params/another_model/w"]))
+    assert check(run_dir=tmp_path, hosts="simulated")["disk"].ok
+
+
 def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     experiment = loader.load(QUICKSTART).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))

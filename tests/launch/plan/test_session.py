@@ -194,7 +194,7 @@ def test_missing_candidates_are_compiled_until_enough_fit(arguments, filled, opt
 
 def test_a_plan_without_records_and_without_compiling(arguments, cache, capsys):
     assert session.run(arguments("--cached")) == 1
-    assert "nothing was compiled before for v4-8" in capsys.readouterr().out
+    assert "nothing was compiled for v4-8" in capsys.readouterr().out
 
 
 def test_earlier_results_are_shown_wherever_they_are_in_the_order(arguments, options, keep, compiled_as, capsys):

@@ -129,15 +129,18 @@ def test_positions_are_picked_without_products_which_tpus_round_to_bfloat16(caus
     assert [text for text in values if "dot_general" in text]
 
 
-def test_rows_whose_images_need_more_positions_than_the_decoder_has_are_refused():
+@pytest.mark.parametrize(("kind", "images"), [("learned", 2), ("rotary", 1)])
+def test_rows_whose_images_need_more_positions_than_the_decoder_has_are_refused(kind, images):
+    """Two images of a row may be in one segment, where learned positions above the table would be read as its last."""
     batch = subjects.batch(subjects.CHOSEN, rows=1)  # two images of 16 patches, of which 4 are chosen
     length = batch["inputs"].shape[1]
-    for most, fits in ((length + 24, True), (length + 23, False)):
-        model = subjects.model("center", decoder=dataclasses.replace(subjects.DECODER, max_positions=most))
+    for most, fits in ((length + 12 * images, True), (length + 12 * images - 1, False)):
+        limited = dataclasses.replace(subjects.DECODER, max_positions=most, positions=kind)
+        model = subjects.model("center", decoder=limited)
         if fits:
             jax.eval_shape(model.init, jax.random.key(0), batch)
             continue
-        with pytest.raises(UserError, match=f"all patches of 2 images have {length + 24} positions.*{most}"):
+        with pytest.raises(UserError, match=f"all patches of {images} images? have {most + 1} positions.*{most}"):
             jax.eval_shape(model.init, jax.random.key(0), batch)
 
 
