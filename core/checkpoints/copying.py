@@ -104,9 +104,9 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
     is_begun = bool(steps.complete(run / steps.FOLDER))
     if not other and is_begun and steps.complete(there / steps.FOLDER):
         raise UserError(
-            f"checkpoint_mirror = {place!r} has checkpoints, but no file {_IDENTITY}, so they may be of another run than "
-            f"{run_dir}: give a place without checkpoints, or, to continue the run that is there, a --run-dir without "
-            "checkpoints"
+            f"checkpoint_mirror = {place!r} has checkpoints, but no file {_IDENTITY}, so they may be of another run "
+            f"than {run_dir}: give a place without checkpoints, or, to continue the run that is there, a --run-dir "
+            "without checkpoints"
         )
     if other and own != other and (own or is_begun):
         raise UserError(
