@@ -3,7 +3,7 @@
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -154,16 +154,18 @@ def read_arrays(step_folder: paths.Path, abstract_state: Any) -> Any:
     `abstract_state` is a tree of jax.ShapeDtypeStruct with shardings.
     """
     stored, wanted = Arrays(step_folder), reading.by_name(abstract_state)
-    found = [array for group in _groups(wanted) for array in stored.placed(group)]
+    groups = grouped(wanted, size=reading.host_bytes, most=_TOGETHER_BYTES)
+    found = [array for group in groups for array in stored.placed(group)]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), found)
 
 
-def _groups(wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def grouped(wanted: Mapping[str, Any], *, size: Callable[[Any], int], most: int) -> Iterator[dict[str, Any]]:
+    """Yields arrays to read together, in order: of at most `most` bytes by `size`, or a single larger one."""
     group: dict[str, Any] = {}
     group_bytes = 0
     for name, leaf in wanted.items():
-        own_bytes = reading.host_bytes(leaf)
-        if group and group_bytes + own_bytes > _TOGETHER_BYTES:
+        own_bytes = size(leaf)
+        if group and group_bytes + own_bytes > most:
             yield group
             group, group_bytes = {}, 0
         group[name] = leaf

@@ -27,6 +27,10 @@ MOST_LINES = 30
 _CONVERTED_BYTES = 2**28  # limit, per device, on arrays that are in memory as they were saved, to be converted
 
 
+def _device_bytes(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
 class ParameterSource(Protocol):
     """Interface of parameters that a run can start from.
 
@@ -222,31 +226,23 @@ class SavedParameters(ParameterSource):
         with reading.refusing_damage(self.folder):
             for group in self._groups({path: leaf for path, leaf in wanted.items() if path not in by_path}):
                 found = self._read_as_saved(group)
-                by_path |= {path: found.pop(path).astype(leaf.dtype) for path, leaf in group.items()}
+                by_path |= {path: found.pop(path).astype(wanted[path].dtype) for path in group}
         return jax.tree_util.tree_map_with_path(lambda path, _: by_path[parameters.path_name(path)], abstract)
 
     def _groups(self, wanted: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields what to read together: all that is not converted, then a limited size of the rest."""
-        is_converted = {path: leaf.dtype != self._dtype(path) for path, leaf in wanted.items()}
-        if same := {path: leaf for path, leaf in wanted.items() if not is_converted[path]}:
+        """Yields arrays, in their saved dtypes, to read together: those in another one than wanted in limited size."""
+        from core.checkpoints import arrays  # a run that starts from no other does not import it
+
+        saved = {path: leaf.update(dtype=self._dtype(path)) for path, leaf in wanted.items()}
+        if same := {path: leaf for path, leaf in saved.items() if leaf.dtype == wanted[path].dtype}:
             yield same
-        group: dict[str, Any] = {}
-        group_bytes = 0
-        for path in (path for path in wanted if is_converted[path]):
-            leaf = wanted[path]
-            own_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * self._dtype(path).itemsize
-            if group and group_bytes + own_bytes > _CONVERTED_BYTES:
-                yield group
-                group, group_bytes = {}, 0
-            group[path] = leaf
-            group_bytes += own_bytes
-        if group:
-            yield group
+        others = {path: leaf for path, leaf in saved.items() if path not in same}
+        yield from arrays.grouped(others, size=_device_bytes, most=_CONVERTED_BYTES)
 
     def _read_as_saved(self, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         from core.checkpoints import arrays  # a run that starts from no other does not import it
 
-        stored = {_PREFIX + self._stored[path]: leaf.update(dtype=self._dtype(path)) for path, leaf in wanted.items()}
+        stored = {_PREFIX + self._stored[path]: leaf for path, leaf in wanted.items()}
         read = reading.by_name(arrays.read_arrays(self.folder, stored))
         found = {path: read[_PREFIX + self._stored[path]] for path in wanted}
         numbers = reading.fingerprints(found)

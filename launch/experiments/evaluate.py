@@ -303,8 +303,8 @@ def _show(args: argparse.Namespace, results: Scores, removed: Sequence[int]) -> 
         print(f"note: the checkpoint of step {step} was removed before it was read and is skipped")
     _show_tables(results)
     if other := [f"{found['step']:,}" for found in results.checkpoints if not found["same_data_as_in_training"]]:
-        steps = f"step{'s' if len(other) > 1 else ''} {', '.join(other)}"
-        print(f"note: the checkpoint of {steps} was trained on other data than that whose held-out rows were evaluated")
+        were = f"checkpoint {other[0]} was" if len(other) == 1 else f"checkpoints {', '.join(other)} were"
+        print(f"note: {were} trained on other data than the data whose held-out rows were evaluated")
     written = results.files
     if args.submission:
         paths.write_text_atomically(args.submission, results.submission())

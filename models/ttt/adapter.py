@@ -148,7 +148,7 @@ class AdaptedDecoder:
 
     @property
     def couples_rows(self) -> bool:
-        """Whether all rows share one decision, which depends on the signals of all."""
+        """Whether the gate decides once for all rows of a batch, by what it reads in each of them."""
         return self.per_batch and self.gate.reads != ""
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:
