@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from core import slices, units
+from core import slices, units, versions
 from core.errors import UserError
 from core.hosts import exit_codes
 from core.slices import GIB
 from launch import flags, scaling, terminal
 from launch.check import chip_memory
 from launch.config import loader, sources
-from parallel import strategy
+from launch.experiment import Experiment
+from parallel import prediction, strategy
 from parallel.compiled import analysis, compiling, report, traffic
 from parallel.compiled.analysis import Analysis
 from parallel.compiled.compiling import OutOfHbmError
@@ -24,6 +25,8 @@ from parallel.compiled.hlo.messages import compiler_messages
 from parallel.compiled.traffic import Collective
 from parallel.partitioner import Program
 from parallel.pipeline import drawing
+from parallel.planning import calibration, cost
+from parallel.planning.cost import StepTime
 
 COMMAND = ("layouts", "report")
 HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
@@ -31,7 +34,7 @@ EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies gin/strategies/fsdp.gin mine.gin"""
 
-_HEADINGS = ("strategy", "mesh", "state GiB", "peak GiB", "M cycles", "wire GiB", "by axis", "compile s")
+_HEADINGS = ("strategy", "mesh", "state GiB", "peak GiB", "M cycles", "step s", "wire GiB", "by axis", "compile s")
 
 
 def show(found: Analysis) -> None:
@@ -120,17 +123,18 @@ class StrategyResult(NamedTuple):
     def cells(self) -> list[str]:
         """Returns the strategy's cells in the table."""
         if self.program is None:
-            return [self.name, "refused", *["–"] * 6]
+            return [self.name, "refused", *["–"] * 7]
         bound = self.program.partitioner
         mesh = strategy.mesh_text(bound.shape, dcn_shape=bound.strategy.dcn_shape)
         if self.found is None:
             state = report.totals(self.program).everything
-            return [self.name, mesh, _short(state / GIB), f"{self.needed}, too much", *["–"] * 4]
+            return [self.name, mesh, _short(state / GIB), f"{self.needed}, too much", *["–"] * 5]
         by_axes = traffic.wire_bytes_by_axes(self.found.collectives)
         shares = (f"{' '.join(axes) or '-'} {_short(size / GIB)}" for axes, size in by_axes.items() if size > 0)
         memory = self.found.compiled
         sizes = (memory.argument_bytes / GIB, memory.peak_bytes / GIB, self.found.costs.total_cycles / 1e6)
-        numbers = map(_short, (*sizes, sum(by_axes.values()) / GIB))
+        seconds = cost.step_time(self.found, self.program).scheduled
+        numbers = map(_short, (*sizes, seconds, sum(by_axes.values()) / GIB))
         return [self.name, mesh, *numbers, ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"]
 
     def as_json(self) -> dict[str, Any]:
@@ -199,7 +203,8 @@ def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None
     chip = slices.get(slice_name).chip
     print(f"\ncompiled for {slice_name} by libtpu on this machine's CPU (not run), per {chip.unit} and step;")
     usable = chip.usable_hbm_bytes / GIB
-    print(f"a {chip.unit} has {usable:.2f} GiB; wire: what a {chip.unit} sends, by mesh axis\n")
+    print(f"a {chip.unit} has {usable:.2f} GiB; wire: what a {chip.unit} sends, by mesh axis")
+    print(f"step s: predicted, {calibration.label()}\n")
     rows = [row.cells() for row in sorted(found, key=lambda row: row.peak_bytes)]
     terminal.console(200).print(terminal.markdown(_HEADINGS, rows, text=("strategy", "mesh", "by axis")))
     for row in found:
@@ -215,7 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile the step for the slice (7B: about a minute): memory, estimated cycles, traffic, lints",
+        help="compile the step for the slice (7B: about a minute): memory, cycles, predicted time, traffic, lints",
     )
     parser.add_argument(
         "--strategies",
@@ -260,13 +265,13 @@ def _one_program(args: argparse.Namespace) -> tuple[Any, bool]:
         table = report.table(program)
         print(table if table != shown else "arrays: as in the phase before")
         shown = table
-        figures, is_fitting = _described(program, is_compiled=bool(args.compile or args.json))
+        figures, is_fitting = _described(program, own, is_compiled=bool(args.compile or args.json))
         written.append(figures)
         fits &= is_fitting
     return written if len(written) > 1 else written[0], fits
 
 
-def _described(program: Program, *, is_compiled: bool) -> tuple[Any, bool]:
+def _described(program: Program, experiment: Experiment, *, is_compiled: bool) -> tuple[Any, bool]:
     replicated = [row.path for row in report.rows(program) if row.replicated and row.bytes_per_chip >= 2**20]
     print(f"replicated arrays of 1 MiB or more: {', '.join(replicated) or 'none'}")
     if schedule := program.partitioner.pipeline:
@@ -277,7 +282,21 @@ def _described(program: Program, *, is_compiled: bool) -> tuple[Any, bool]:
         return None, memory.ok
     found = analysis.analyze(program)
     show(found)
-    return analysis.as_json(program, found), True
+    time = cost.step_time(found, program)
+    figures = analysis.as_json(program, found) | {
+        "predicted": cost.predicted(time, found.compiled.slice, experiment.flops_per_step),
+        "versions": versions.installed(versions.COMPILER),
+    }
+    _print_prediction(figures, time)
+    return figures, True
+
+
+def _print_prediction(record: prediction.Prediction, time: StepTime) -> None:
+    parts = {"computation": time.compute, "kernels": time.kernels, "exposed traffic": time.scheduled - time.busy}
+    print(f"\npredicted: {prediction.line(record)}")
+    print("  " + ", ".join(f"{name} {units.seconds(part)}" for name, part in parts.items()))
+    for unpriced in time.unpriced:
+        print(f"  without an estimate: {unpriced}")
 
 
 def _every_strategy(args: argparse.Namespace) -> Any:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from core.slices import Slice
 from parallel.compiled.analysis import Analysis
 from parallel.compiled.hlo.costs import Kernel
 from parallel.compiled.traffic import Collective
@@ -126,6 +127,32 @@ def step_time(found: Analysis, bound: Program) -> StepTime:
         traffic=traffic_times(found.collectives, Links(bound.partitioner.mesh, slice_)),
         unpriced=(*unknown, *(f"loop {loop.op_name or loop.name}, counted once" for loop in open_loops)),
     )
+
+
+def predicted(time: StepTime, slice_: Slice, flops: float | None) -> dict[str, Any]:
+    """Returns seconds and shares of the peak, rounded to four digits.
+
+    Args:
+      flops: FLOPs of the model in a step; None: there is no MFU.
+    """
+    bounds = {bound: getattr(time, bound) for bound in BOUNDS}
+    return {
+        "compute_seconds": _rounded(time.compute),
+        "kernel_seconds": _rounded(time.kernels),
+        "traffic_seconds": {
+            f"{' '.join(axis.axes)} {axis.network}": {"all": _rounded(axis.seconds), "beside": _rounded(axis.beside)}
+            for axis in time.traffic
+        },
+        "step_seconds": {bound: _rounded(seconds) for bound, seconds in bounds.items()},
+        "mfu": {bound: _rounded(slice_.share_of_peak(flops, seconds=s)) for bound, s in bounds.items()}
+        if flops
+        else {},
+        "unpriced": list(time.unpriced),
+    }
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 def kernel_flops(kernel: Kernel) -> float | None:

@@ -20,12 +20,10 @@ from core import slices, units, versions
 from core.errors import UserError
 from launch import environment, program_identity
 from launch.config import loader
-from launch.experiment import Experiment
 from parallel import prediction as measured
 from parallel.compiled import analysis, compiling
 from parallel.compiled.compiling import OutOfHbmError
 from parallel.planning import cost, records
-from parallel.planning.cost import StepTime
 from parallel.prediction import Prediction
 from tests.lab import recorded_predictions
 
@@ -122,11 +120,16 @@ def compile_record(source: Source) -> dict[str, Any]:
 
     Raises:
       OutOfHbmError: it does not fit.
+      UserError: an MFU above 100 %: the model of time or the count of FLOPs is wrong.
     """
     config = source.load()
     experiment = config.build()
-    program = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
+    slice_ = slices.get(experiment.slice)
+    program = experiment.bind(compiling.devices_of(slice_))
     found = analysis.analyze(program)
+    time, flops = cost.step_time(found, program), experiment.flops_per_step
+    if flops:
+        slice_.mfu(flops, seconds=time.hidden)
     figures = analysis.as_json(program, found)
     del figures["findings"]  # sentences of the report, not figures
     return figures | {
@@ -135,8 +138,8 @@ def compile_record(source: Source) -> dict[str, Any]:
         "program": compiling.trace_digest(program),
         "versions": versions.installed(versions.COMPILER),
         "tokens_per_step": experiment.tokens_per_step,
-        "flops_per_step": experiment.flops_per_step,
-        "predicted": predicted(cost.step_time(found, program), experiment),
+        "flops_per_step": flops,
+        "predicted": cost.predicted(time, slice_, flops),
     }
 
 
@@ -147,27 +150,6 @@ def traced(source: Source) -> dict[str, str]:
     program = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))
     fingerprint = program_identity.fingerprint(experiment, config)
     return {"fingerprint": fingerprint, "program": compiling.trace_digest(program)}
-
-
-def predicted(time: StepTime, experiment: Experiment) -> dict[str, Any]:
-    """Returns seconds and shares of the peak, rounded to four digits.
-
-    Raises:
-      UserError: an MFU above 100 %: the model of time or the count of FLOPs is wrong.
-    """
-    slice_, flops = slices.get(experiment.slice), experiment.flops_per_step
-    bounds = {bound: getattr(time, bound) for bound in cost.BOUNDS}
-    return {
-        "compute_seconds": _rounded(time.compute),
-        "kernel_seconds": _rounded(time.kernels),
-        "traffic_seconds": {
-            f"{' '.join(axis.axes)} {axis.network}": {"all": _rounded(axis.seconds), "beside": _rounded(axis.beside)}
-            for axis in time.traffic
-        },
-        "step_seconds": {bound: _rounded(seconds) for bound, seconds in bounds.items()},
-        "mfu": {bound: _rounded(slice_.mfu(flops, seconds=s)) for bound, s in bounds.items()} if flops else {},
-        "unpriced": list(time.unpriced),
-    }
 
 
 def write_headers() -> None:
@@ -187,10 +169,6 @@ def with_header(text: str, record: Prediction, title: str = "Predicted") -> str:
     lines = f"# {title}: {measured.figures(record)} of {usable} a {unit}; not run on a TPU\n"
     lines += f"#   ({measured.label(record)}).\n"
     return re.sub(rf"(?m)^# {re.escape(title)}:.*\n(#   .*\n)*", lambda _: lines, text, count=1)
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.4g}")
 
 
 HELP = "compile every experiment file for its slice, and record or check its memory and time (tests/golden)"

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from core import slices
 from launch import __main__ as cli
 from launch.plan import compiled_report
 from parallel.compiled.compiling import OutOfHbmError
+from parallel.planning import calibration, cost
 
 MY_TABLES = """
 from parallel.strategies import REPLICATED, Strategy
@@ -51,14 +53,14 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_to_change(capsys, b
 
 @pytest.mark.slow
 @pytest.mark.covers("M18")
-@pytest.mark.compiled("v4-8")
+@pytest.mark.compiled("v4-16")
 def test_the_report_lists_traffic_by_mesh_axis(tmp_path):
     command = [
         sys.executable,
         "-m",
         "launch",
         "report",
-        "v4-8",
+        "v4-16",
         "gin/quickstart.gin",
         "--json",
         str(tmp_path / "r.json"),
@@ -69,8 +71,28 @@ def test_the_report_lists_traffic_by_mesh_axis(tmp_path):
     assert "wire by mesh axes: " in ran.stdout
     assert "\nfindings: " in ran.stdout
     read = json.loads((tmp_path / "r.json").read_text())
-    assert read["slice"] == "v4-8"
-    assert {row["network"] for row in read["traffic"]} == {"ICI"}
+    recorded = json.loads(Path("tests/golden/quickstart.json").read_text())
+    same = ("slice", "memory", "cycles", "wire_bytes_by_axes", "predicted", "versions")
+    assert {part: read[part] for part in same} == {part: recorded[part] for part in same}
+    assert "predicted: 338 µs (" in ran.stdout
+
+
+def test_a_predicted_time_is_shown_with_its_parts_and_what_is_not_in_it(capsys):
+    ici = cost.AxisTime(("fsdp",), "ICI", seconds=0.5, beside=0.3, wire_bytes=2**30)
+    time = cost.StepTime(compute=2.0, kernels=0.25, traffic=(ici,), unpriced=("kernel mine x 3",))
+    figures = {
+        "predicted": cost.predicted(time, slices.get("v4-8"), 1e15),
+        "memory": {"peak_bytes": 3 * 2**30},
+        "versions": {"libtpu": "0.1"},
+    }
+    compiled_report._print_prediction(figures, time)
+    first, *others = capsys.readouterr().out.strip().splitlines()
+    low, high = calibration.interval(2.45)
+    assert first.startswith(f"predicted: 2.45 s ({low:.3g} to {high:.3g} s) per step, 37 % MFU, 3 GiB (compiled by")
+    assert others == [
+        "  computation 2 s, kernels 250 ms, exposed traffic 200 ms",
+        "  without an estimate: kernel mine x 3",
+    ]
 
 
 @pytest.mark.slow
@@ -89,7 +111,7 @@ def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
     compiled, refused = table[1:4], table[4:]
     assert {row[0]: row[1] for row in compiled} == {"fsdp": "fsdp 4", "hsdp": "data 2 x fsdp 2", "halves": "tensor 4"}
     assert [row[:2] for row in refused] == [["multislice", "refused"], ["STRATEGY = @strategies.tensor()", "refused"]]
-    assert all(float(cell) > 0 for row in compiled for cell in row[2:6])
+    assert all(float(cell) > 0 for row in compiled for cell in row[2:7])
     assert [row[3] for row in compiled] == sorted((row[3] for row in compiled), key=float)
     assert "spans 2 slices, but v4-8 has 1" in said
     assert "kv_heads = 2 does not divide over tensor = 4" in said

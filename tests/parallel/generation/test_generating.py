@@ -292,9 +292,15 @@ def long_rope():
     params = jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, program.init().params)  # not almost uniform
     whole = jax.device_get(params)
 
+    @jax.jit
+    def logits(ids):
+        return model.logits(whole, decoding.text_batch({}, ids))
+
     @functools.lru_cache
     def next_id(ids):
-        return int(model.logits(whole, decoding.text_batch({}, jnp.asarray([ids])))[0, -1].argmax())
+        ended = np.zeros((1, 16 if len(ids) <= 16 else 40), np.int32)  # two programs; later ids change nothing
+        ended[0, : len(ids)] = ids
+        return int(logits(ended)[0, len(ids) - 1].argmax())
 
     return Generator(program, params), params, next_id
 
