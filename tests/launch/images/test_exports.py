@@ -82,13 +82,25 @@ def started(name, to, *more, changed=False, end=""):
     return run, pathlib.Path(folder)
 
 
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """A run that tunes the folder `llava`, and the folder."""
+    return started("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def selecting(tmp_path_factory):
+    """The same with a selector."""
+    return started("llava", tmp_path_factory.mktemp("selecting"), *SELECTOR)
+
+
 def run_command(*words):
     return command.main(list(map(str, words)))
 
 
 @pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow), "smolvlm"])
-def test_an_export_has_every_tensor_of_its_folder(name, tmp_path, capsys):
-    run, folder = started(name, tmp_path)
+def test_an_export_has_every_tensor_of_its_folder(name, llava, tmp_path, capsys):
+    run, folder = llava if name == "llava" else started(name, tmp_path)
     assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
     config = json.loads((folder / "config.json").read_text())
     assert f"{tmp_path / 'out'}: {config['model_type']}, " in capsys.readouterr().out
@@ -198,17 +210,17 @@ def test_tensors_that_the_run_does_not_read_are_in_the_range_of_the_export(tmp_p
     assert np.isfinite(load_file(tmp_path / "wide" / "model.safetensors")[name].astype(np.float32)).all()
 
 
-def test_a_selector_is_not_exported(tmp_path, capsys):
-    run, folder = started("llava", tmp_path, *SELECTOR)
+def test_a_selector_is_not_exported(selecting, tmp_path, capsys):
+    run, folder = selecting
     assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
     assert "without the selector: the folder's model reads all patches" in capsys.readouterr().out
     exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
     assert all(np.array_equal(exported[key], original[key]) for key in original)
 
 
-@pytest.mark.parametrize("more", [(), SELECTOR])
-def test_text_without_an_image_is_that_of_the_decoder(more, tmp_path):
-    run, folder = started("llava", tmp_path, *more)
+@pytest.mark.parametrize("tuned", ["llava", "selecting"])
+def test_text_without_an_image_is_that_of_the_decoder(tuned, request):
+    run, folder = request.getfixturevalue(tuned)
     asked = {"prompts": ["A: no image"], "max_tokens": 8}
     [want], [found] = (loaded_model.load(str(place)).continued(**asked) for place in (folder, run))
     assert found.ids == want.ids
@@ -234,8 +246,8 @@ def test_the_sample_at_the_end_of_a_run_is_text_of_its_decoder(tmp_path, monkeyp
 
 
 @pytest.mark.slow  # test_folders.py has a quick test that such a run reads no images
-def test_a_run_with_a_selector_does_not_generate(tmp_path, capsys):
-    run, _ = started("llava", tmp_path, *SELECTOR)
+def test_a_run_with_a_selector_does_not_generate(selecting, capsys):
+    run, _ = selecting
     assert run_command("generate", run, "--image", PHOTO, "--prompt", "USER: <image>", "--greedy") == 2
     assert "reads no images: only runs of gin/finetune_images" in capsys.readouterr().err
 
@@ -249,8 +261,8 @@ def test_adapters_are_exported_merged(tmp_path, capsys):
     assert all(np.array_equal(exported[key], original[key]) for key in original)  # adapters begin at 0
 
 
-def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path, capsys):
-    run, folder = started("llava", tmp_path)
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(llava, tmp_path, capsys):
+    run, folder = llava
     text = FIXTURES.parent / "families" / "llama2"
     refused = {
         ("--merge",): "has no adapters: leave --merge out",

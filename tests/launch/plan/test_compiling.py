@@ -97,7 +97,13 @@ GIVEN = {  # bindings of flags that have no effect beside the strategy of anothe
 }
 
 
-@pytest.mark.parametrize("bindings", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize(
+    "bindings",
+    [
+        pytest.param(given, id=name, marks=[pytest.mark.slow] * (name != "of own tables"))
+        for name, given in GIVEN.items()
+    ],
+)
 def test_a_binding_that_a_candidate_leaves_without_effect_does_not_refuse_it(monkeypatch, bindings):
     monkeypatch.setattr(compiling.compiled_records, "record", lambda bound: "compiled")
     asked = search.ask("gin/quickstart.gin", slice_name="v4-8", bindings=bindings)

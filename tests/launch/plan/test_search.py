@@ -97,7 +97,15 @@ def test_only_requested_strategies_are_tried(question):
     "bindings",
     [
         ["BATCH_SIZE = 48", "ACCUM_STEPS = 3"],
-        ["BATCH_SIZE = 32", "ACCUM_STEPS = 2", "STRATEGY = @strategies.pipeline()", "strategies.pipeline.stage = 2"],
+        pytest.param(
+            [
+                "BATCH_SIZE = 32",
+                "ACCUM_STEPS = 2",
+                "STRATEGY = @strategies.pipeline()",
+                "strategies.pipeline.stage = 2",
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["not a power of two", "pipeline"],
 )

@@ -13,18 +13,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from core.hosts import exit_codes
+from core.hosts import distributed, exit_codes
 from core.training import metrics, profiling
 from launch import __main__ as cli
 from launch import environment
 
 
 @pytest.fixture
-def served(tmp_path):
+def served(tmp_path, monkeypatch):
     """`served(path)` is what TensorBoard answers, over a run with four hosts' profiles of one session."""
     run_dir = str(tmp_path / "first")
+    monkeypatch.setattr(distributed, "process_count", lambda: 4)
     for process in range(4):
-        trace = profiling.Trace(run_dir, 20, process_index=process)
+        monkeypatch.setattr(distributed, "process_index", lambda process=process: process)
+        trace = profiling.Trace(run_dir, 20)
         jax.jit(lambda x: x @ x)(jnp.ones((32, 32))).block_until_ready()
         trace.stop()
     writers = metrics.open_writers(run_dir, is_host_zero=True)
