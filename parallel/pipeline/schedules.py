@@ -16,6 +16,7 @@ all layers of a stage takes the time F forward and B backward, of which W is for
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -105,7 +106,8 @@ class Schedule:
         """Returns the number of places that a stage allocates for saved values; bubbles write the last one."""
         return self.kept(stages) + 1
 
-    def places(self, stages: int) -> list[int]:
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  # a plan asks for those of a few schedules thousands of times
+    def places(self, stages: int) -> tuple[int, ...]:
         """Returns the place in memory of the saved values of each forward pass."""
         last = self.starts(stages)["B"] + stages - 1
         ends = {self._work("B", turn, stages)[0]: last + turn for turn in range(self.turns)}
@@ -118,7 +120,7 @@ class Schedule:
             found.append(free.pop(0) if free else len(held))
             (forward,) = self._work("F", tick, stages)
             held.append((ends[forward._replace(kind="B")], found[-1]))
-        return found
+        return tuple(found)
 
     def layer_unit(self, stages: int) -> int:
         """Returns S R; layers are padded to a multiple of it."""

@@ -242,11 +242,12 @@ def work(
         value, back = jax.vjp(lambda p: loss(model, p, *others), params)
         return value, back  # what is kept is what `back` closes over
 
-    traced, (_, kept) = jax.make_jaxpr(functools.partial(forward, whole), return_shape=True)(*inputs)
-    backward = jax.make_jaxpr(jax.grad(functools.partial(loss, whole)))(*inputs)
+    traced, (value, kept) = jax.make_jaxpr(functools.partial(forward, whole), return_shape=True)(*inputs)
+    backward = jax.make_jaxpr(lambda back: back(jnp.ones(value.shape, value.dtype)))(kept)
     on_host = [aval.memory_space == jax.memory.Space.Host for aval in traced.out_avals]
     again = _computes_again(backward.jaxpr)
-    ahead, both = list(_products(traced.jaxpr)), list(_products(backward.jaxpr))
+    ahead = list(_products(traced.jaxpr))
+    both = [*ahead, *_products(backward.jaxpr)]
 
     if chooses and in_chunks is None:
         chunked: Any = wrappers.with_field(model, "loss_chunk", row_length(spec))
