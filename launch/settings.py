@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from core.checkpoints import best
 from core.errors import UserError, check_integer, check_number
 from core.hosts.failure_diagnosis import USUAL_LIMITS, Limits
+from core.training import profiling
 
 _Check = Callable[[str, Any], object]  # (a field's name, its value); raises UserError
 
@@ -117,7 +119,7 @@ class Logging(_Group):
       log_interval: steps between lines of metrics.
       statistics_interval: steps between statistics of parameters, gradients and updates, a multiple of `log_interval`;
         0: none.
-      profile_steps: steps at which a profile of three steps starts.
+      profile_steps: steps at which a profile of three steps starts, at least three apart.
       memory_profile_steps: steps after which device memory is profiled.
       wandb_project: the Weights & Biases project to which host 0 also logs; "": none.
     """
@@ -142,6 +144,12 @@ class Logging(_Group):
                 f"statistics_interval = {self.statistics_interval}: expected a multiple of log_interval = "
                 f"{self.log_interval}, so that they are written with the step that they are of"
             )
+        for first, second in itertools.pairwise(sorted(set(self.profile_steps))):
+            if second - first < profiling.PLANNED_STEPS:
+                yield (
+                    f"profile_steps has {first} and {second}: expected steps at least {profiling.PLANNED_STEPS} apart, "
+                    f"because a profile covers {profiling.PLANNED_STEPS} steps"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

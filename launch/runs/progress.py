@@ -71,7 +71,9 @@ def show_summary(
     early = f" of {experiment.total_steps:,}" if run.last_step < experiment.total_steps else ""
     if epochs := run.span.epochs:
         repeated = f"; data repeat after step {run.span.step_of_epoch(1):,}" if epochs > 1 else ""
-        card["epochs"] = f"about {epochs:.2g} of the training data, to step {run.span.last_step:,}{repeated}"
+        card["epochs"] = (
+            f"about {units.significant(epochs, 2)} of the training data, to step {run.span.last_step:,}{repeated}"
+        )
     if run.span.count > 1:
         card["phase"] = f"{run.span.number} of {run.span.count}, after step {run.span.first_step:,}"
     if about := cluster.about_hosts():

@@ -474,14 +474,17 @@ def _check_mixes(task: TextTask, first: TextTask) -> None:
             "tfds, huggingface, seqio from a cache)"
         )
     for name in ("length", "num_streams"):
-        ours, theirs = getattr(task, name), getattr(first, name)
-        if ours != theirs:
-            what = f"{name} is {ours} in a task of {type(task.corpus).__name__}"
-            raise UserError(f"text.mixture: {what} and {theirs} in the first task; expected equal")
+        found, expected = getattr(task, name), getattr(first, name)
+        if found != expected:
+            what = f"{name} is {found} in a task of {type(task.corpus).__name__}"
+            raise UserError(f"text.mixture: {what} and {expected} in the first task; expected equal")
     if any(can(each.vocabulary, IsDefinedByTask) for each in (task, first)):
         return  # `Mixture.problems` compares them
-    same_class = type(task.vocabulary) is type(first.vocabulary)
-    if not same_class or _file(task.vocabulary) != _file(first.vocabulary):
+    ours, theirs = (
+        (type(one), _file(one) or one.size)  # one that the run trains has no file yet
+        for one in (task.vocabulary, first.vocabulary)
+    )
+    if ours != theirs:
         raise UserError("text.mixture: its tasks have different vocabularies; use the same one for all")
 
 

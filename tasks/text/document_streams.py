@@ -126,8 +126,8 @@ class Chunks(Protocol):
     def move(self, position: Mapping[str, Any]) -> None:
         """Moves to a position."""
 
-    def share(self) -> float:
-        """Returns approximately the share of the source that was read, 0 to 1."""
+    def share(self) -> float | None:
+        """Returns approximately the share of the source that was read, 0 to 1; None if it is not known."""
 
     def next_segment(self, most: int) -> packing.Segment | None:
         """Returns the next chunk, of at most `most` ids; None at the end."""
@@ -153,7 +153,7 @@ class DocumentStream(packing.PackedStream):
         self._window = position["window"]
         self._chunks.move(position["source"])
 
-    def _source_share(self) -> float:
+    def _source_share(self) -> float | None:
         return self._chunks.share()
 
     def _next_window(self) -> list[packing.Segment]:
@@ -230,9 +230,14 @@ class _Chunks(Chunks):
             self._read_document()
             self._taken = position["taken"]
 
-    def share(self) -> float:
-        begun = self._reader.fraction() if self._reader and can(self._reader, MeasuresProgress) else 0.0
-        begun = self._place / max(len(self._known), 1) if self._known is not None else begun
+    def share(self) -> float | None:
+        begun = 0.0
+        if self._known is not None:
+            begun = self._place / max(len(self._known), 1)
+        elif self._reader is not None:
+            if not can(self._reader, MeasuresProgress):
+                return None
+            begun = self._reader.fraction()
         return min(1.0, (self._part + begun) / len(self._parts))
 
     def next_segment(self, most: int) -> packing.Segment | None:

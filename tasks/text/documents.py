@@ -53,10 +53,12 @@ def is_validation(name: str | bytes) -> bool:
 
 
 def validation_names(names: Iterable[str]) -> set[str]:
-    """Returns the names that belong to validation: of two or more, some but not all."""
+    """Returns the names that belong to validation: of two or more, some but not all; of fewer, none."""
     names = set(names)
+    if len(names) < 2:
+        return set()
     chosen = {name for name in names if is_validation(name)}
-    if len(names) < 2 or 0 < len(chosen) < len(names):
+    if 0 < len(chosen) < len(names):
         return chosen
     first = min(names, key=lambda name: sha256(name.encode()).hexdigest())
     return {first} if not chosen else chosen - {first}

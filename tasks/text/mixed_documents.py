@@ -95,7 +95,9 @@ class MixtureStream(Stream):
         if self._spec.once:
             return self._next_once()
         spec = self._spec
-        first = (self._batch * spec.num_streams + spec.index) * spec.rows
+        # The rows of a batch are consecutive over its streams, and those of a stream over its batches: both have the
+        # shares of the weights, and every stream draws from every source, whose documents are dealt over all streams.
+        first = (self._batch + spec.index) * spec.rows
         self._batch += 1
         chosen = [source_of(row, self._weights) for row in range(first, first + spec.rows)]
         rows = [row for source in chosen if (row := self._streams[source].next_row())]
@@ -144,12 +146,13 @@ class MixedChunks(Chunks):
         for source, place in zip(self._sources, position["sources"], strict=True):
             source.move(place)
 
-    def share(self) -> float:
-        return sum(source.share() for source in self._sources) / len(self._sources)
+    def share(self) -> float | None:
+        known = [share for source in self._sources if (share := source.share()) is not None]
+        return sum(known) / len(known) if len(known) == len(self._sources) else None
 
     def next_segment(self, most: int) -> packing.Segment | None:
         while self._left:
-            number = self._number * self._spec.num_streams + self._spec.index
+            number = self._number + self._spec.index  # consecutive over the streams and over a stream's chunks
             place = source_of(number, [self._weights[source] for source in self._left])
             if segment := self._sources[self._left[place]].next_segment(most):
                 self._number += 1

@@ -132,10 +132,11 @@ class PackedStream(Stream):
             self._read_window()
             self._row = position["row"]
 
-    def share(self) -> float:
-        """Returns approximately the share of the source that was returned as rows."""
+    def share(self) -> float | None:
+        """Returns approximately the share of the source that was returned as rows; None if it is not known."""
         returned, read = self._rows_before + self._row, self._rows_before + len(self._rows)
-        return self._source_share() * returned / max(read, 1)
+        share = self._source_share()
+        return None if share is None else share * returned / max(read, 1)
 
     def _read_window(self) -> None:
         self._rows_before += len(self._rows)
@@ -152,8 +153,8 @@ class PackedStream(Stream):
         """Moves to a position that `_position` returned."""
         raise NotImplementedError
 
-    def _source_share(self) -> float:
-        """Returns the share of the source that was read, 0 to 1."""
+    def _source_share(self) -> float | None:
+        """Returns the share of the source that was read, 0 to 1; None if it is not known."""
         raise NotImplementedError
 
     def _next_window(self) -> list[Segment]:

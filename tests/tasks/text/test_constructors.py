@@ -1,5 +1,6 @@
 """Text becomes the same rows on any number of hosts, and no text is lost."""
 
+import collections
 import gzip
 import importlib.resources
 import itertools
@@ -368,7 +369,7 @@ def test_a_mixture_keeps_its_weights_and_its_place_on_any_hosts(tmp_path, host_l
     batches = task.train(layout_of(8), seed=0)
     first = np.concatenate([next(batches)["targets"][:, 0] for _ in range(150)])  # 1,200 rows, each of one document
     counts = np.convolve(first == ord("a") + 3, np.ones(1000), "valid")  # of any 1,000 consecutive rows
-    assert set(counts) <= {749, 750, 751}
+    assert set(counts) <= {748, 749, 750, 751, 752}  # to within one row of each stream
     state, expected = batches.state(), [next(batches) for _ in range(5)]
     layouts = host_layouts(8, 2)
     restored = [task.train(layout, seed=0) for layout in layouts]
@@ -377,6 +378,36 @@ def test_a_mixture_keeps_its_weights_and_its_place_on_any_hosts(tmp_path, host_l
     for batch in expected:
         assert_equal(global_batch(layouts, [next(part) for part in restored]), batch)
     assert "75% text.files" in task.describe()
+
+
+@pytest.mark.covers("D12")
+@pytest.mark.parametrize("weights", [(1, 1), (3, 1), (7, 1)])
+@pytest.mark.parametrize("rows_per_stream", [1, 2])
+def test_a_mixture_reads_every_document_of_every_source(tmp_path, weights, rows_per_stream):
+    """Also where the period of the weights divides the rows of a batch."""
+    for letter in "ab":
+        texts = (letter + "xyzw"[number // 4] + "xyzw"[number % 4] + "." * (LENGTH - 5) for number in range(16))
+        (tmp_path / f"{letter}.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+        (tmp_path / f"{letter}_held.jsonl").write_text(json.dumps({"text": "held"}) + "\n")
+    parts = [
+        text.files(
+            train=f"{tmp_path}/{letter}.jsonl",
+            validation=f"{tmp_path}/{letter}_held.jsonl",
+            length=LENGTH,
+            num_streams=4,
+        )
+        for letter in "ab"
+    ]
+    task = text.mixture(tasks=parts, weights=weights)
+    batches = task.train(layout_of(4 * rows_per_stream), seed=0)
+    total = 16 * sum(weights) * 8  # rows for eight epochs of the source with the smaller weight
+    rows = np.concatenate([next(batches)["targets"][:, :3] for _ in range(-(-total // (4 * rows_per_stream)))])
+    counts = collections.Counter(bytes(row - 3).decode() for row in rows)
+    assert len(counts) == 32
+    for letter, weight in zip("ab", weights, strict=True):
+        own = [count for name, count in counts.items() if name[0] == letter]
+        assert min(own) >= sum(own) / 16 - 4  # a window of rows may be of several epochs, and is shuffled
+        assert abs(sum(own) - len(rows) * weight / sum(weights)) <= 4  # to within one row of each stream
 
 
 @pytest.mark.slow

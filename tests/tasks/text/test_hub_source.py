@@ -99,6 +99,16 @@ def test_a_position_that_is_saved_after_a_resume_is_exact_too(fake):
         batches.restore(state)
 
 
+def test_the_share_of_an_evaluation_is_not_told_within_a_part_of_unknown_length(fake, monkeypatch):
+    monkeypatch.setattr(document_streams, "WINDOW_IDS", 20)
+    batches = make(1).evaluation(layout_of(1))
+    assert batches.share() == 0.0
+    next(batches)
+    assert batches.share() is None
+    assert len(list(batches)) > 20
+    assert batches.share() == 1.0
+
+
 def test_bytes_that_are_not_a_position_are_refused_and_change_nothing(fake):
     source = hub_source.HuggingFace("owner/some:en", "train", "validation", field="text", streaming=True)
     stream = source.open_stream(StreamSpec("train", 0, 1, rows=2, length=16, seed=4, vocabulary=vocabularies.Bytes()))
