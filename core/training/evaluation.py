@@ -19,7 +19,7 @@ from core.types import Batch, WeightedSum, can
 
 HostBatches = Iterable[Mapping[str, np.ndarray]]
 _ALMOST_ALL = 0.99  # the largest share that is reported if batches remain
-_BY_STEP = re.compile(r"_step_\d+$")  # a mean by step of a recursion
+_BY_STEP = re.compile(r"_step_(\d+)$")  # a mean by step of a recursion
 
 
 class FirstBatches:
@@ -198,9 +198,11 @@ def curves_apart(means: Mapping[str, float]) -> tuple[dict[str, float], dict[str
 
     For example, `exact_accuracy_step_01`, … become a list `exact_accuracy`.
     """
-    plain = {name: value for name, value in means.items() if not _BY_STEP.search(name)}
-    curves: dict[str, list[float]] = {}
-    for name, value in sorted(means.items()):
-        if name not in plain:
-            curves.setdefault(_BY_STEP.sub("", name), []).append(value)
-    return plain, curves
+    plain: dict[str, float] = {}
+    by_step: dict[str, dict[int, float]] = {}
+    for name, value in means.items():
+        if found := _BY_STEP.search(name):
+            by_step.setdefault(name[: found.start()], {})[int(found[1])] = value
+        else:
+            plain[name] = value
+    return plain, {name: [values[step] for step in sorted(values)] for name, values in sorted(by_step.items())}

@@ -28,6 +28,7 @@ from core.training import frozen, scoring
 from launch import loaded_model, terminal
 from launch.experiments import saved_run
 from launch.loaded_model import LoadedModel
+from launch.runs import continuation
 from models.ttt import evaluation, gates
 from models.ttt.adapter import HIDDEN, AdaptedDecoder
 from models.ttt.evaluation import Chunks
@@ -40,6 +41,7 @@ CONTROLS: Mapping[str, Mapping[str, Any]] = {  # changed settings of the layer, 
     "offset": {"diagonal": -1},
 }
 SHUFFLED = "shuffled"
+_NO_CHOICE = ("skip", "update")  # gates that decide alike about every chunk
 _TIMED_BATCHES = 3
 _USUAL_BUDGET = 2.0
 _SECONDS_BETWEEN_LINES = 15.0
@@ -75,12 +77,17 @@ def run(args: argparse.Namespace) -> int:
         )
     against = _read_chunks(args.against) if args.against else None
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
-    experiment = found.config.build().spans()[-1].experiment
+    experiment = continuation.phase_of(found.config.build().spans(), found.step or 0).experiment
     loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, AdaptedDecoder):
         raise UserError(
             f"--gates: the model of {args.run_dir} is {type(experiment.model).__name__}, which has no gate: expected a "
             "run of gin/ponder"
+        )
+    if experiment.model.carry != "none" and (others := [name for name in chosen if name not in _NO_CHOICE]):
+        raise UserError(
+            f"--gates {','.join(others)}: with CARRY = {experiment.model.carry!r}, what a chunk loses depends on the "
+            f"decisions about earlier ones, and they are compared one by one; expected some of {', '.join(_NO_CHOICE)}"
         )
     if SHUFFLED in controls and HIDDEN in experiment.task.spec(experiment.batch_size):
         raise UserError(

@@ -76,13 +76,18 @@ def rows(
     `status` and `run_dirs` are by entry id, as in `Suite`.
     """
     told = settings(entries)
-    found = [_row(entry, told[entry.id], status[entry.id].text, run_dirs[entry.id]) for entry in entries]
+    found = [_row(entry, told[entry.id], status[entry.id], run_dirs[entry.id]) for entry in entries]
+    done = {e.id for e in entries if status.get(e.same_as or e.id, status[e.id]).state == State.DONE}
     for entry, row in zip(entries, found, strict=True):
-        seeds = [r for e, r in zip(entries, found, strict=True) if e.path == entry.path]
+        seeds = [
+            r for e, r in zip(entries, found, strict=True) if e.path == entry.path and (e.id in done or e is entry)
+        ]
         is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds)
         row["score"] = "exact_accuracy" if is_accuracy else "validation_loss"
         by_run = {seed["run"]: seed[row["score"]] for seed in seeds if seed[row["score"]] is not None}
-        if len(known := list(by_run.values())) > 1:  # a seed may be that of the file, and its run the same
+        if (
+            entry.id in done and len(known := list(by_run.values())) > 1
+        ):  # a seed may be that of the file, and its run the same
             row |= {"mean_of_seeds": statistics.fmean(known), "spread_of_seeds": max(known) - min(known)}
     return found
 
@@ -98,8 +103,13 @@ def settings(entries: Sequence[Entry]) -> dict[str, list[str]]:
     return told
 
 
-def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[str, Any]:
-    run, found = entry.experiment, metrics.read(run_dir)
+def _read(state: State, run_dir: str) -> metrics.RunMetrics:
+    """Returns the metrics of an entry's run; none for a refused entry, whose directory is another experiment's."""
+    return metrics.RunMetrics() if state == State.REFUSED else metrics.read(run_dir)
+
+
+def _row(entry: Entry, told: Sequence[str], status: Status, run_dir: str) -> dict[str, Any]:
+    run, found = entry.experiment, _read(status.state, run_dir)
     puzzles, copies = run.task.asked if can(run.task, _CutsPuzzles) else (None, None)
     best_step, best = found.best(SCORE) or (None, None)
     exact, in_training = found.last(SCORE), found.last("exact_accuracy")
@@ -108,7 +118,7 @@ def _row(entry: Entry, told: Sequence[str], status: str, run_dir: str) -> dict[s
         "experiment": entry.name,
         "same_as": entry.same_as or "",
         "settings": "; ".join(told),
-        "status": status,
+        "status": status.text,
         "seed": run.seed,
         "parameters": trained_parameters(run),
         "depth": depth(run.model),
@@ -309,7 +319,7 @@ def _table(suite: Suite) -> Table:
 def _shown(suite: Suite, entry: Entry) -> dict[str, str]:
     if entry.same_as or suite.mode.check:
         return {}
-    found = metrics.read(suite.run_dirs[entry.id])
+    found = _read(suite.status[entry.id].state, suite.run_dirs[entry.id])
     scores = {heading: (found.last(metric), form) for heading, (metric, form) in _SCORES.items()}
     told = {heading: format(value, form) for heading, (value, form) in scores.items() if value is not None}
     return {"step": f"{found.step:,}", "of": f"{suite.mode.last_step(entry):,}", **told}
@@ -330,7 +340,8 @@ def _write(suite: Suite, *, name: str, out: Path) -> None:
 
     table = rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
     distinct = sum(not row["same_as"] for row in table)
-    note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. Scores are from the last step."
+    note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. "
+    note += "Scores are from the last evaluation so far; means over seeds are of finished runs."
     paths.write_text_atomically(out / "results.csv", as_csv(table))
     paths.write_text_atomically(out / "results.html", results_page.page(table, title=f"Suite {name}", note=note))
     print(f"{out / 'results.csv'}\n{out / 'results.html'}")

@@ -21,7 +21,7 @@ _PERCENT = (2.5, 97.5)
 
 
 class Chunks(NamedTuple):
-    """The chunks of an evaluation in the order in which they are decided, [chunks] each.
+    """The chunks of an evaluation, [chunks] each; the comparison decides about them in this order, row by row.
 
     Attributes:
       document, place: number of the document, and of the chunk in its row.
@@ -43,6 +43,11 @@ class Chunks(NamedTuple):
     def signals(self) -> Signals:
         """The signals from which gates decide."""
         return Signals(self.loss_skip / self.tokens, self.initial, self.step_0, self.step_1)
+
+    @property
+    def gain(self) -> np.ndarray:
+        """The loss with SKIP minus that with UPDATE, summed over the chunk's supervised positions, in nats."""
+        return self.loss_skip - self.loss_update
 
     @property
     def advantage(self) -> np.ndarray:
@@ -84,7 +89,7 @@ class Decided(NamedTuple):
 def decide(gate: Any, chunks: Chunks, *, seed: int = 0) -> Decided:
     """Returns the decisions of a gate, a `gates.Gate` or one with `decide_all`."""
     if hasattr(gate, "decide_all"):
-        return Decided(gate.decide_all(chunks.signals, chunks.advantage), None)
+        return Decided(gate.decide_all(chunks.signals, chunks.gain), None)
     key = jax.random.key(seed)
 
     def one(state: Any, item: tuple[Signals, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
@@ -110,7 +115,7 @@ def score(chunks: Chunks, updates: np.ndarray) -> dict[str, float]:
     rate = float(np.mean(updates))
     skip = float(np.sum(chunks.loss_skip) / total)
     loss = float(np.sum(np.where(updates, chunks.loss_update, chunks.loss_skip)) / total)
-    oracle = gates.Oracle(rate).decide_all(chunks.signals, chunks.advantage)
+    oracle = gates.Oracle(rate).decide_all(chunks.signals, chunks.gain)
     best = float(np.sum(np.where(oracle, chunks.loss_update, chunks.loss_skip)) / total)
     return {
         "loss": loss,

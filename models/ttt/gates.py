@@ -250,7 +250,7 @@ class Oracle:
     """Decides UPDATE, with hindsight, for the chunks that gain most by it.
 
     Attributes:
-      rate: the share of all chunks that are updates, from 0 to 1; None: every chunk with a positive advantage.
+      rate: the share of all chunks that are updates, from 0 to 1; None: every chunk that gains.
     """
 
     rate: float | None = 0.5
@@ -259,10 +259,10 @@ class Oracle:
         if self.rate is not None:
             check_number(self.rate, where="gates.Oracle.rate", least=0.0, most=1.0)
 
-    def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
-        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool."""
+    def decide_all(self, signals: Signals, gain: np.ndarray) -> np.ndarray:
+        """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool; `gain` is summed over its tokens."""
         del signals
-        return advantage > 0 if self.rate is None else _top(advantage, self.rate)
+        return gain > 0 if self.rate is None else _top(gain, self.rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,9 +274,9 @@ class Improvement:
     def __post_init__(self):
         check_number(self.rate, where="gates.Improvement.rate", least=0.0, most=1.0)
 
-    def decide_all(self, signals: Signals, advantage: np.ndarray) -> np.ndarray:
+    def decide_all(self, signals: Signals, gain: np.ndarray) -> np.ndarray:
         """Returns whether each chunk of an evaluation is an UPDATE, [chunks] bool."""
-        del advantage
+        del gain
         return _top(np.asarray(signals.step_0) - np.asarray(signals.step_1), self.rate)
 
 

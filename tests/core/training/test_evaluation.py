@@ -166,3 +166,10 @@ def test_evaluation_sums_over_hosts(run_hosts):
     means = [float(line.split()[1]) for r in ran for line in r.output.splitlines() if line.startswith("RESULT")]
     want = (1 * (1 + 2 + 3) + 2 * (2 + 3 + 4)) / (3 * 1 + 3 * 2)
     assert means == [pytest.approx(want, abs=1e-6)] * 2
+
+
+def test_means_by_step_are_a_curve_in_the_order_of_the_steps():
+    means = {f"accuracy_step_{step:02d}": float(step) for step in range(1, 121)} | {"loss": 3.0, "a_step_1": 1.0}
+    plain, curves = evaluation.curves_apart(dict(sorted(means.items())))
+    assert plain == {"loss": 3.0}
+    assert curves == {"a": [1.0], "accuracy": [float(step) for step in range(1, 121)]}

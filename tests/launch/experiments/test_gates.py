@@ -11,6 +11,7 @@ import pytest
 
 from core.hosts import exit_codes
 from launch import __main__ as main
+from launch.config import loader
 from launch.experiments import gates
 from models.ttt import evaluation
 
@@ -81,6 +82,18 @@ def test_gates_are_compared_and_a_run_continues_with_the_state_of_its_gate(launc
 def test_unknown_gates_and_budgets_are_refused_before_a_run_is_read(capsys, options, words):
     assert main.main(["evaluate", "no_such_run", *options]) == exit_codes.USER_ERROR
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_gates_are_not_compared_on_losses_that_depend_on_earlier_decisions(monkeypatch, capsys, bindings):
+    given = [word for word in bindings if word != "--gin"]
+    config = loader.load("gin/ponder/quick.gin", bindings=[*given, "CARRY = 'document'"], slice_name="v5e-1")
+    found = SimpleNamespace(config=config, step=1, run_dir="run")
+    monkeypatch.setattr(gates.saved_run, "read_step", lambda *_, **__: found)
+    monkeypatch.setattr(gates.loaded_model, "choose_devices", lambda *_, **__: None)
+    assert main.main(["evaluate", "run", "--gates", "skip,update,loss,oracle"]) == exit_codes.USER_ERROR
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--gates loss,oracle: with CARRY = 'document', what a chunk loses depends on" in said
+    assert "expected some of skip, update" in said
 
 
 CHUNKS = evaluation.Chunks(

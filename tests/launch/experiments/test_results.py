@@ -59,6 +59,17 @@ def table(entries, tmp_path):
     return results.rows(entries, status=dict.fromkeys(dirs, suites.Status(suites.State.DONE, "done")), run_dirs=dirs)
 
 
+def test_only_finished_runs_have_a_mean_and_a_refused_one_has_no_scores_of_another_experiment(tmp_path):
+    every = suites.load(PATHS[:1], check_data=False, seeds=range(4))
+    first = [entry for entry in every if entry.path == every[0].path]
+    dirs = {e.id: write(tmp_path / str(n), [score(100, 0.2 * (n + 1))]) for n, e in enumerate(first)}
+    states = (suites.State.DONE, suites.State.DONE, suites.State.UNFINISHED, suites.State.REFUSED)
+    status = {e.id: suites.Status(state, state.value) for e, state in zip(first, states, strict=True)}
+    found = results.rows(first, status=status, run_dirs=dirs)
+    assert [row["exact_accuracy"] for row in found] == [0.2, 0.4, pytest.approx(0.6), None]
+    assert [row.get("mean_of_seeds") for row in found] == [pytest.approx(0.3), pytest.approx(0.3), None, None]
+
+
 @pytest.mark.covers("E04", "T15")
 def test_a_row_has_configuration_cost_and_scores(entries, tmp_path):
     rows = table(entries, tmp_path)

@@ -34,6 +34,16 @@ def test_scores_are_those_of_the_definitions():
 
 
 @pytest.mark.covers("N06")
+def test_the_oracle_chooses_by_the_gain_of_whole_chunks():
+    """No gate with as many updates gains more, also where a short chunk gains most by token."""
+    found = chunks([2.0, 2.0], [1.0, 1.5], tokens=[16, 512])
+    long = evaluation.score(found, np.asarray([False, True]))
+    assert (long["recovery"], long["agreement"]) == (pytest.approx(1.0), 1.0)
+    assert evaluation.score(found, np.asarray([True, False]))["recovery"] == pytest.approx(16 / 256)
+    assert evaluation.decide(gates.Oracle(0.5), found).updates.tolist() == [False, True]
+
+
+@pytest.mark.covers("N06")
 def test_an_interval_counts_documents_not_chunks():
     """With 50 equal chunks in each of 20 documents it is as wide as with one, and about 1.96 standard errors."""
     gain = DRAW.normal(0.1, 0.5, 20)
