@@ -73,7 +73,7 @@ def _few_programs_of_other_files():
     if (jax := sys.modules.get("jax")) and _resident_bytes() > MOST_BYTES:
         jax.clear_caches()
         if sys.platform == "linux":
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            ctypes.CDLL(None).malloc_trim(0)  # of glibc
 
 
 def _resident_bytes() -> int:

@@ -292,7 +292,7 @@ def _described(program: Program, experiment: Experiment, *, is_compiled: bool) -
 
 
 def _print_prediction(record: prediction.Prediction, time: StepTime) -> None:
-    parts = {"computation": time.compute, "kernels": time.kernels, "exposed traffic": time.scheduled - time.busy}
+    parts = {"computation": time.compute, "kernels": time.kernels, "exposed traffic": time.exposed_traffic}
     print(f"\npredicted: {prediction.line(record)}")
     print("  " + ", ".join(f"{name} {units.seconds(part)}" for name, part in parts.items()))
     for unpriced in time.unpriced:

@@ -99,10 +99,15 @@ class StepTime(NamedTuple):
         return self.busy + self.traffic_seconds
 
     @property
+    def exposed_traffic(self) -> float:
+        """Seconds of the traffic that the compiler did not overlap with computation."""
+        beside = min(self.busy, sum(axis.beside for axis in self.traffic))
+        return max(0.0, self.traffic_seconds - beside)
+
+    @property
     def scheduled(self) -> float:
         """Seconds of a step if the traffic that the compiler overlapped with computation is hidden."""
-        beside = min(self.busy, sum(axis.beside for axis in self.traffic))
-        return self.exposed - beside
+        return self.busy + self.exposed_traffic
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values."""

@@ -16,7 +16,15 @@ from core.types import Batches, CountsTokens, DataLayout, DefinesMetrics, OwnMet
 from tasks import streams
 from tasks.text import vocabularies
 from tasks.text.document_streams import DocumentSource
-from tasks.text.documents import Corpus, FillsCache, HashesContent, HoldsOut, StreamSpec, TriesExamples
+from tasks.text.documents import (
+    Corpus,
+    FillsCache,
+    HashesContent,
+    HoldsOut,
+    PacksItsOwnWay,
+    StreamSpec,
+    TriesExamples,
+)
 from tasks.text.ids import ChatVocabulary, Encodes, FormatsChats, IsDefinedByTask, ReadsFile, Vocabulary
 from tasks.text.text_files import TextFiles, python_library
 
@@ -126,6 +134,11 @@ class TextTask:
             return listing
         return fingerprint_of(listing, self.corpus.content_hash())
 
+    @property
+    def _packing(self) -> int:
+        """Number of the way in which rows are packed; positions that were saved with another one are refused."""
+        return self.corpus.packing if can(self.corpus, PacksItsOwnWay) else 2
+
     def _batches(self, layout: DataLayout, seed: int) -> Batches:
         def open_stream(index: int, rows: int) -> streams.Stream:
             spec = StreamSpec("train", index, self.num_streams, rows, self.length, seed, self.vocabulary)
@@ -137,7 +150,13 @@ class TextTask:
             spec=self.spec(layout.batch_size),
             num_streams=self.num_streams,
             open_stream=open_stream,
-            identity={"source": source, "vocabulary": vocabulary, "split": "train", "seed": seed, "packing": 2},
+            identity={
+                "source": source,
+                "vocabulary": vocabulary,
+                "split": "train",
+                "seed": seed,
+                "packing": self._packing,
+            },
         )
 
 
@@ -480,12 +499,19 @@ def _check_mixes(task: TextTask, first: TextTask) -> None:
             raise UserError(f"text.mixture: {what} and {expected} in the first task; expected equal")
     if any(can(each.vocabulary, IsDefinedByTask) for each in (task, first)):
         return  # `Mixture.problems` compares them
-    ours, theirs = (
-        (type(one), _file(one) or one.size)  # one that the run trains has no file yet
-        for one in (task.vocabulary, first.vocabulary)
-    )
-    if ours != theirs:
+    if _identity(task.vocabulary) != _identity(first.vocabulary):
         raise UserError("text.mixture: its tasks have different vocabularies; use the same one for all")
+
+
+def _identity(vocabulary: Vocabulary) -> tuple[type, str | None, int | None]:
+    """Returns what tells a vocabulary from others without opening its file."""
+    from tasks.text.sentencepieces import TrainedSentencePiece
+
+    return (
+        type(vocabulary),
+        _file(vocabulary),
+        vocabulary.size if isinstance(vocabulary, TrainedSentencePiece) else None,
+    )
 
 
 def _file(vocabulary: Vocabulary) -> str | None:

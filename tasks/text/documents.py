@@ -233,6 +233,14 @@ class HoldsOut(Protocol):
         """Returns the problems of data that are in both splits; `remote`: whether to list buckets, too."""
 
 
+class PacksItsOwnWay(Protocol):
+    """A `Corpus` whose rows are packed in another way than those of other sources."""
+
+    @property
+    def packing(self) -> int:
+        """Number of the way; a position that was saved with another number is refused."""
+
+
 class HashesContent(Protocol):
     """A `Corpus` of files."""
 

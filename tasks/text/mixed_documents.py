@@ -15,9 +15,11 @@ from core.types import can
 from tasks.streams import Stream, read_position
 from tasks.text import documents, packing
 from tasks.text.document_streams import Chunks, DocumentSource
-from tasks.text.documents import Corpus, FillsCache, HashesContent, HoldsOut, StreamSpec, TriesExamples
+from tasks.text.documents import Corpus, FillsCache, HashesContent, HoldsOut, PacksItsOwnWay, StreamSpec, TriesExamples
 from tasks.text.ids import Vocabulary
 from tasks.text.text_files import TextFiles
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Mixture(Corpus):
 
     def open_stream(self, spec: StreamSpec) -> Stream:
         return MixtureStream([source.open_stream(spec) for source in self.sources], self.weights, spec)
+
+    @property
+    def packing(self) -> int:
+        return max(source.packing if can(source, PacksItsOwnWay) else 2 for source in self.sources)
 
     def sample_texts(self) -> Iterator[str]:
         """Yields one document of each source in turn, until one source has no more."""
@@ -95,9 +101,7 @@ class MixtureStream(Stream):
         if self._spec.once:
             return self._next_once()
         spec = self._spec
-        # The rows of a batch are consecutive over its streams, and those of a stream over its batches: both have the
-        # shares of the weights, and every stream draws from every source, whose documents are dealt over all streams.
-        first = (self._batch + spec.index) * spec.rows
+        first = (self._batch * spec.num_streams + slot_of(spec.index, spec.num_streams, turn=self._batch)) * spec.rows
         self._batch += 1
         chosen = [source_of(row, self._weights) for row in range(first, first + spec.rows)]
         rows = [row for source in chosen if (row := self._streams[source].next_row())]
@@ -152,7 +156,8 @@ class MixedChunks(Chunks):
 
     def next_segment(self, most: int) -> packing.Segment | None:
         while self._left:
-            number = self._number + self._spec.index  # consecutive over the streams and over a stream's chunks
+            spec = self._spec
+            number = self._number * spec.num_streams + slot_of(spec.index, spec.num_streams, turn=self._number)
             place = source_of(number, [self._weights[source] for source in self._left])
             if segment := self._sources[self._left[place]].next_segment(most):
                 self._number += 1
@@ -160,6 +165,16 @@ class MixedChunks(Chunks):
             self._left = [source for source in self._left if source != self._left[place]]
             self._number = 0
         return None
+
+
+def slot_of(stream: int, num_streams: int, *, turn: int) -> int:
+    """Returns the slot that a stream has in a turn, in which each of the streams has one.
+
+    Sources deal their documents over all streams, so every stream must draw from every source. In a slot that never
+    changed, it might not: with weights 1:1, every second slot is of the same source. So streams rotate by the fraction
+    of `turn` times the golden ratio, which spreads evenly and has no period in common with the weights.
+    """
+    return (stream + (turn * _GOLDEN % 2**64 * num_streams >> 64)) % num_streams
 
 
 def source_of(row: int, weights: Sequence[Fraction | int]) -> int:

@@ -277,6 +277,11 @@ class SeqioCache(DocumentSource):
         ids = sum(cache.about["splits"][spec.split]["tokens"] for cache in self._opened) // spec.num_streams
         return DocumentStream(self.chunks(spec), spec, window_ids=min(document_streams.WINDOW_IDS, ids + 1))
 
+    @property
+    def packing(self) -> int:
+        """3 for several tasks, since every stream draws from each of them; see `mixed_documents.slot_of`."""
+        return 3 if len(self.definition["tasks"]) > 1 else 2
+
     def chunks(self, spec: StreamSpec) -> Chunks:
         rates = [about["rate"] for about in self.definition["tasks"].values()]
         found = [

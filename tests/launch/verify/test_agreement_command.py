@@ -238,7 +238,7 @@ def agree_when_played(names, *, steps, processes, model=agreement_subjects.MODEL
     [(2, 2, ["data_parallel", "sequence_tensor"]), (4, 5, ["fsdp_tensor", "multislice"])],
 )
 def test_no_number_of_the_recursive_model_depends_on_the_number_of_processes(processes, steps, names):
-    """With four, until rows were halted by the limit and got other puzzles; a test below has every strategy."""
+    """With four, until rows were halted by the limit and got other puzzles; a test below has a decoder everywhere."""
     model = agreement_subjects.MODELS["trm"]
     agree_when_played(names, steps=steps, processes=processes, model=model, options=("--model", "trm"))
 

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pyarrow
@@ -17,7 +18,7 @@ from pyarrow import parquet
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import text
-from tasks.text import document_streams, documents, text_files, vocabularies
+from tasks.text import document_streams, documents, mixed_documents, text_files, vocabularies
 from tasks.text.documents import StreamSpec
 
 LENGTH = 32
@@ -369,7 +370,7 @@ def test_a_mixture_keeps_its_weights_and_its_place_on_any_hosts(tmp_path, host_l
     batches = task.train(layout_of(8), seed=0)
     first = np.concatenate([next(batches)["targets"][:, 0] for _ in range(150)])  # 1,200 rows, each of one document
     counts = np.convolve(first == ord("a") + 3, np.ones(1000), "valid")  # of any 1,000 consecutive rows
-    assert set(counts) <= {748, 749, 750, 751, 752}  # to within one row of each stream
+    assert set(counts) <= {749, 750, 751}
     state, expected = batches.state(), [next(batches) for _ in range(5)]
     layouts = host_layouts(8, 2)
     restored = [task.train(layout, seed=0) for layout in layouts]
@@ -407,7 +408,29 @@ def test_a_mixture_reads_every_document_of_every_source(tmp_path, weights, rows_
     for letter, weight in zip("ab", weights, strict=True):
         own = [count for name, count in counts.items() if name[0] == letter]
         assert min(own) >= sum(own) / 16 - 4  # a window of rows may be of several epochs, and is shuffled
-        assert abs(sum(own) - len(rows) * weight / sum(weights)) <= 4  # to within one row of each stream
+        assert abs(sum(own) - len(rows) * weight / sum(weights)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_streams", "rows_per_stream"),
+    [((63, 1), 32, 1), ((1, 1), 2, 1), ((3, 1), 2, 1), ((0.95, 0.05), 16, 2), ((0.75, 0.125, 0.125), 16, 1)],
+)
+def test_every_1000_rows_and_every_stream_have_the_shares_of_the_weights(weights, num_streams, rows_per_stream):
+    turns, exact = 32768 // (num_streams * rows_per_stream), [Fraction(weight) for weight in weights]
+    drawn = np.zeros((turns, num_streams, rows_per_stream), int)
+    for turn in range(turns):
+        slots = [mixed_documents.slot_of(stream, num_streams, turn=turn) for stream in range(num_streams)]
+        assert sorted(slots) == list(range(num_streams))
+        for stream, slot in enumerate(slots):
+            first = (turn * num_streams + slot) * rows_per_stream
+            for row in range(rows_per_stream):
+                drawn[turn, stream, row] = mixed_documents.source_of(first + row, exact)
+    for source, weight in enumerate(weights):
+        share = weight / sum(weights)
+        counts = np.convolve((drawn == source).ravel(), np.ones(1000), "valid")
+        assert abs(counts - 1000 * share).max() <= 2
+        of_streams = (drawn == source).mean(axis=(0, 2))
+        assert abs(of_streams - share).max() <= 0.3 * share
 
 
 @pytest.mark.slow

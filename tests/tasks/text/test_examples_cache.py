@@ -96,12 +96,12 @@ def test_a_mixture_holds_its_rates_over_all_streams_and_continues_exactly(tmp_pa
         )
         for i in range(streams)
     ]
-    drawn = np.array([[ids_of(chunks, 1)[0][0] for chunks in mixed] for _ in range(200)])  # by round and stream
+    drawn = np.array([ids_of(chunks, 1)[0][0] for _ in range(200) for chunks in mixed])
     for first, rate in zip((4, 5, 6), rates, strict=True):
-        for begin in range(0, 160, 7):
-            of_streams = (drawn[begin : begin + 40] == first).sum(axis=0)
-            assert abs(of_streams - 40 * rate / 4).max() <= 2  # so every stream reads every source
-        assert abs((drawn == first).sum(axis=1) - streams * rate / 4).max() <= 2  # in every round, over the streams
+        for start in range(0, 700, 31):
+            assert abs((drawn[start : start + 80] == first).sum() - 80 * rate / 4) <= 2
+        of_streams = (drawn.reshape(200, streams) == first).mean(axis=0)
+        assert abs(of_streams - rate / 4).max() <= 0.02  # every stream reads every source
     again = MixedChunks([cache.chunks(spec(num_streams=streams)) for cache in caches], rates, spec(num_streams=streams))
     again.move(json.loads(json.dumps(mixed[0].position())))
     assert ids_of(again, 20) == ids_of(mixed[0], 20)
@@ -117,6 +117,7 @@ def test_a_finished_cache_is_read_without_its_module(tmp_path):
     task.prepare("unused", is_host_zero=True)
     assert (task.problems(), task.vocabulary.size, task.train_tokens()) == ([], 259, 36)
     assert "20 examples" in task.describe()
+    assert task.corpus.packing == 2
     longer = text.seqio(name="a.b", module="nowhere", cache=str(tmp_path), inputs_length=4, length=16, num_streams=1)
     (problem,) = longer.problems()
     assert "now 12" in problem

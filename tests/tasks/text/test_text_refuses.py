@@ -139,6 +139,8 @@ def test_a_mixture_refuses_what_does_not_mix():
     with pytest.raises(ValueError, match=r"cannot mix text\.seqio: own"):
         text.mixture(tasks=[text.seqio(name="own", length=8, num_streams=1, live=True)], weights=[1])
     other = text.files(train="b*.txt", length=8, num_streams=1, vocabulary=vocabularies.trained_sentencepiece(300))
+    unset = [text.files(train=f"{n}*", length=8, num_streams=1, vocabulary=vocabularies.sentencepiece()) for n in "ab"]
+    assert any("VOCABULARY is not set" in problem for problem in text.mixture(tasks=unset, weights=[1, 1]).problems())
     larger = text.files(train="c*.txt", length=8, num_streams=1, vocabulary=vocabularies.trained_sentencepiece(800))
     for first, second in ((one, other), (other, larger)):
         with pytest.raises(ValueError, match="different vocabularies"):
