@@ -18,7 +18,7 @@ from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, metrics, profiling, run_lock, trainer
 from core.training.trainer import Hook, StatisticsStep, TrainStep
 from core.types import DefinesMetrics, EndsEvaluation, Params, can
-from launch import environment
+from launch import environment, settings
 from launch.config import Settings
 from launch.config.differences import Difference
 from launch.runs import continuation, progress
@@ -431,4 +431,5 @@ class Session:
         def start(step: int) -> profiling.Trace:
             return profiling.Trace(run.run_dir, step)
 
-        return [profiling.Profile(start, requests, at=run.experiment.logging.profile_steps), memory]
+        planned = {"at": run.experiment.logging.profile_steps, "num_steps": settings.PROFILED_STEPS}
+        return [profiling.Profile(start, requests, **planned), memory]

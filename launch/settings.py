@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from core.checkpoints import best
 from core.errors import UserError, check_integer, check_number
 from core.hosts.failure_diagnosis import USUAL_LIMITS, Limits
-from core.training import profiling
+
+PROFILED_STEPS = 3  # of a planned profile
 
 _Check = Callable[[str, Any], object]  # (a field's name, its value); raises UserError
 
@@ -145,10 +146,10 @@ class Logging(_Group):
                 f"{self.log_interval}, so that they are written with the step that they are of"
             )
         for first, second in itertools.pairwise(sorted(set(self.profile_steps))):
-            if second - first < profiling.PLANNED_STEPS:
+            if second - first < PROFILED_STEPS:
                 yield (
-                    f"profile_steps has {first} and {second}: expected steps at least {profiling.PLANNED_STEPS} apart, "
-                    f"because a profile covers {profiling.PLANNED_STEPS} steps"
+                    f"profile_steps has {first} and {second}: expected steps at least {PROFILED_STEPS} apart, "
+                    f"because a profile covers {PROFILED_STEPS} steps"
                 )
 
 

@@ -30,7 +30,6 @@ PROFILES = ("tensorboard", "plugins", "profile")  # folder in the run directory,
 SUFFIX = ".xplane.pb"
 REQUEST_NAME = "profile_request.json"
 ANSWER_NAME = "profile_answer.json"
-PLANNED_STEPS = 3  # of a window that an experiment plans
 
 _FOLDER = "profile"
 _LOOK_SECONDS = 0.5  # interval for reading posted texts
@@ -195,9 +194,7 @@ class Stops(Protocol):
 class Profile(Hook):
     """Profiles windows of steps: planned ones, and those requested while the run trains."""
 
-    def __init__(
-        self, start: Callable[[int], Stops], requests: Asks, *, at: Sequence[int] = (), num_steps: int = PLANNED_STEPS
-    ):
+    def __init__(self, start: Callable[[int], Stops], requests: Asks, *, at: Sequence[int] = (), num_steps: int = 3):
         """`at`: steps at which a planned window of `num_steps` steps begins."""
         self._start, self._requests = start, requests
         self._at, self._num_steps = frozenset(at), num_steps

@@ -206,7 +206,7 @@ def test_caches_are_mixed_exactly(cache, tmp_path):
     batches = text.mixture(tasks=tasks, weights=[7, 3]).train(DataLayout(8, tuple(range(8)), tuple(range(8))), seed=0)
     rows = np.concatenate([(next(batches)["targets"][:, 0] == ord("b") + 3) for _ in range(250)])
     counts = np.convolve(rows, np.ones(1000), "valid")
-    assert set(counts) <= {299, 300, 301}
+    assert set(counts) <= {298, 299, 300, 301, 302}  # streams rotate within a batch
 
 
 # Refusals
