@@ -18,11 +18,12 @@ from core.step import TrainState
 from core.training import compilation, evaluation, frozen, goodput, hooks, metrics, profiling, run_lock, trainer
 from core.training.trainer import Hook, StatisticsStep, TrainStep
 from core.types import DefinesMetrics, EndsEvaluation, Params, can
-from launch import environment, settings
+from launch import environment
 from launch.config import Settings
 from launch.config.differences import Difference
 from launch.runs import continuation, progress
 from launch.runs.prepared_run import INIT_FROM, Run
+from launch.settings import PROFILED_STEPS
 from parallel.compiled import report
 from parallel.prediction import PredictionCheck
 from tasks.text.ids import stop_ids
@@ -431,5 +432,5 @@ class Session:
         def start(step: int) -> profiling.Trace:
             return profiling.Trace(run.run_dir, step)
 
-        planned = {"at": run.experiment.logging.profile_steps, "num_steps": settings.PROFILED_STEPS}
-        return [profiling.Profile(start, requests, **planned), memory]
+        planned = run.experiment.logging.profile_steps
+        return [profiling.Profile(start, requests, at=planned, num_steps=PROFILED_STEPS), memory]
