@@ -86,8 +86,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if experiment.model.carry != "none" and (others := [name for name in chosen if name not in _NO_CHOICE]):
         raise UserError(
-            f"--gates {','.join(others)}: with CARRY = {experiment.model.carry!r}, what a chunk loses depends on the "
-            f"decisions about earlier ones, and they are compared one by one; expected some of {', '.join(_NO_CHOICE)}"
+            f"--gates {','.join(others)}: with CARRY = {experiment.model.carry!r}, the loss of a chunk depends on "
+            "decisions about earlier ones, which this comparison does not follow; expected some of "
+            f"{', '.join(_NO_CHOICE)}"
         )
     if SHUFFLED in controls and HIDDEN in experiment.task.spec(experiment.batch_size):
         raise UserError(

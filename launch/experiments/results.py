@@ -79,15 +79,12 @@ def rows(
     found = [_row(entry, told[entry.id], status[entry.id], run_dirs[entry.id]) for entry in entries]
     done = {e.id for e in entries if status.get(e.same_as or e.id, status[e.id]).state == State.DONE}
     for entry, row in zip(entries, found, strict=True):
-        seeds = [
-            r for e, r in zip(entries, found, strict=True) if e.path == entry.path and (e.id in done or e is entry)
-        ]
-        is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds)
-        row["score"] = "exact_accuracy" if is_accuracy else "validation_loss"
-        by_run = {seed["run"]: seed[row["score"]] for seed in seeds if seed[row["score"]] is not None}
-        if (
-            entry.id in done and len(known := list(by_run.values())) > 1
-        ):  # a seed may be that of the file, and its run the same
+        seeds = {e.id: r for e, r in zip(entries, found, strict=True) if e.path == entry.path}
+        is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds.values())
+        row["score"] = score = "exact_accuracy" if is_accuracy else "validation_loss"
+        # By run, because a given seed may be that of the file, so that two entries have the same run.
+        by_run = {seed["run"]: seed[score] for id, seed in seeds.items() if id in done and seed[score] is not None}
+        if entry.id in done and len(known := list(by_run.values())) > 1:
             row |= {"mean_of_seeds": statistics.fmean(known), "spread_of_seeds": max(known) - min(known)}
     return found
 

@@ -40,8 +40,9 @@ _HEADINGS = ("strategy", "mesh", "state GiB", "peak GiB", "M cycles", "step s", 
 def show(found: Analysis) -> None:
     """Prints memory, estimated cycles, traffic, findings and the compiler's warnings."""
     result = found.compiled
+    at_most = "at most " if result.peak_is_bound else ""
     print(
-        f"compiled for {result.slice.name} (not run): peak {units.size(result.peak_bytes, digits=4)} of "
+        f"compiled for {result.slice.name} (not run): peak {at_most}{units.size(result.peak_bytes, digits=4)} of "
         f"{units.size(result.slice.chip.usable_hbm_bytes, digits=4)} per {result.slice.chip.unit}, "
         f"of which state and batch {units.size(result.argument_bytes, digits=4)}; "
         f"{result.compile_seconds:.0f} s to compile"
@@ -132,10 +133,11 @@ class StrategyResult(NamedTuple):
         by_axes = traffic.wire_bytes_by_axes(self.found.collectives)
         shares = (f"{' '.join(axes) or '-'} {_short(size / GIB)}" for axes, size in by_axes.items() if size > 0)
         memory = self.found.compiled
-        sizes = (memory.argument_bytes / GIB, memory.peak_bytes / GIB, self.found.costs.total_cycles / 1e6)
-        seconds = cost.step_time(self.found, self.program).scheduled
-        numbers = map(_short, (*sizes, seconds, sum(by_axes.values()) / GIB))
-        return [self.name, mesh, *numbers, ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"]
+        peak = ("≤ " if memory.peak_is_bound else "") + _short(memory.peak_bytes / GIB)
+        cycles, seconds = self.found.costs.total_cycles / 1e6, cost.step_time(self.found, self.program).scheduled
+        numbers = map(_short, (cycles, seconds, sum(by_axes.values()) / GIB))
+        by_axis, compiled_in = ", ".join(shares) or "none", f"{memory.compile_seconds:.0f}"
+        return [self.name, mesh, _short(memory.argument_bytes / GIB), peak, *numbers, by_axis, compiled_in]
 
     def as_json(self) -> dict[str, Any]:
         """Returns the compiler's figures, or the problem, as JSON values."""

@@ -148,7 +148,7 @@ class AdaptedDecoder:
 
     @property
     def couples_rows(self) -> bool:
-        """Whether the gate decides once for all rows of a batch, by what it reads in each of them."""
+        """Whether the gate makes one decision for a batch, which depends on all of its rows."""
         return self.per_batch and self.gate.reads != ""
 
     def init(self, rng: jax.Array, batch: Batch) -> Params:

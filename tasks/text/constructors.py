@@ -136,7 +136,7 @@ class TextTask:
 
     @property
     def _packing(self) -> int:
-        """Number of the way in which rows are packed; positions that were saved with another one are refused."""
+        """Version of how rows are packed; a position that was saved with another version is refused."""
         return self.corpus.packing if can(self.corpus, PacksItsOwnWay) else 2
 
     def _batches(self, layout: DataLayout, seed: int) -> Batches:

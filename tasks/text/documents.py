@@ -234,11 +234,11 @@ class HoldsOut(Protocol):
 
 
 class PacksItsOwnWay(Protocol):
-    """A `Corpus` whose rows are packed in another way than those of other sources."""
+    """A `Corpus` with a version of its own of how rows are packed."""
 
     @property
     def packing(self) -> int:
-        """Number of the way; a position that was saved with another number is refused."""
+        """Version of how rows are packed; a position that was saved with another version is refused."""
 
 
 class HashesContent(Protocol):

@@ -92,7 +92,10 @@ def test_gates_are_not_compared_on_losses_that_depend_on_earlier_decisions(monke
     monkeypatch.setattr(gates.loaded_model, "choose_devices", lambda *_, **__: None)
     assert main.main(["evaluate", "run", "--gates", "skip,update,loss,oracle"]) == exit_codes.USER_ERROR
     said = " ".join(capsys.readouterr().err.split())
-    assert "--gates loss,oracle: with CARRY = 'document', what a chunk loses depends on" in said
+    assert (
+        "--gates loss,oracle: with CARRY = 'document', the loss of a chunk depends on decisions about earlier ones"
+        in said
+    )
     assert "expected some of skip, update" in said
 
 

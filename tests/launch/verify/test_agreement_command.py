@@ -238,7 +238,10 @@ def agree_when_played(names, *, steps, processes, model=agreement_subjects.MODEL
     [(2, 2, ["data_parallel", "sequence_tensor"]), (4, 5, ["fsdp_tensor", "multislice"])],
 )
 def test_no_number_of_the_recursive_model_depends_on_the_number_of_processes(processes, steps, names):
-    """With four, until rows were halted by the limit and got other puzzles; a test below has a decoder everywhere."""
+    """With four processes, until rows are halted by the limit and get other puzzles.
+
+    The next test compares a decoder under every strategy.
+    """
     model = agreement_subjects.MODELS["trm"]
     agree_when_played(names, steps=steps, processes=processes, model=model, options=("--model", "trm"))
 

@@ -222,6 +222,19 @@ def test_random_numbers_without_a_seed_are_the_same_in_every_cache(files, tmp_pa
     assert first.fingerprint() == second.fingerprint()
 
 
+def test_a_position_of_rows_that_were_mixed_in_another_order_is_refused(files, tmp_path):
+    """A window of such rows can have another number of them."""
+    layout = DataLayout(8, tuple(range(8)), tuple(range(8)))
+    batches = filled("mixed", tmp_path / "cache", num_streams=4).train(layout, seed=5)
+    next(batches)
+    state = batches.state()
+    batches.restore(state)
+    before = {key: value.replace(b'"packing": 3', b'"packing": 2') for key, value in state.items()}
+    assert before != state
+    with pytest.raises(UserError, match="packed in another way, by an earlier version"):
+        batches.restore(before)
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_any_hosts_read_the_same_rows_and_continue_exactly(files, tmp_path_factory, hosts):
     folder = tmp_path_factory.getbasetemp() / "shared_mixed"
