@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import zlib
 from typing import NamedTuple
 
 import pytest
@@ -26,6 +27,22 @@ os.environ["NO_GCE_CHECK"] = "true"  # google.auth reads it when it is imported
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MOST_BYTES = 3 * 2**29  # of a process, above which it forgets compiled programs
+LONG_FILES = {  # take more than ten minutes of one core under --all
+    "tests/parallel/generation/test_generating.py",
+    "tests/parallel/pipeline/test_pipelines_agree.py",
+}
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Runs the tests of a file in one process, where they share fixtures, and deals those of a long file over three."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return f"{file}, part {zlib.crc32(nodeid.encode()) % 3}" if file in LONG_FILES else file
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish():
