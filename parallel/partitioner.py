@@ -76,7 +76,7 @@ class Partitioner:
     @property
     def pipeline(self) -> Schedule | None:
         """The schedule; None without a pipeline or with a single stage."""
-        return self.strategy.pipeline if self.shape["stage"] > 1 else None
+        return strategy.schedule_of(self.strategy, self.shape)
 
     @property
     def row_shards(self) -> int:

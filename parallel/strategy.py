@@ -246,6 +246,11 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     return {axis: degree * across[axis] for axis, degree in within.items()}
 
 
+def schedule_of(strategy: Strategy, shape: Mapping[str, int]) -> Schedule | None:
+    """Returns the schedule of a pipeline, or None if the mesh has a single stage; `shape` is from `resolve`."""
+    return strategy.pipeline if shape["stage"] > 1 else None
+
+
 def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
     """Returns the number of which a dimension with this logical axis must be a multiple.
 
@@ -254,8 +259,8 @@ def multiple_of(strategy: Strategy, slice: Slice, axis: str) -> int:
     shape = resolve(strategy, slice)
     rules = (strategy.param_rules, strategy.activation_rules, strategy.stored_optimizer_rules)
     pieces = math.lcm(*(logical.shards(logical.row(r, axis), shape) for r in rules))
-    if axis == "layers" and strategy.pipeline:
-        return math.lcm(pieces, strategy.pipeline.layer_unit(shape["stage"]))
+    if axis == "layers" and (schedule := schedule_of(strategy, shape)):
+        return math.lcm(pieces, schedule.layer_unit(shape["stage"]))
     return pieces
 
 

@@ -107,7 +107,7 @@ class StrategyResult(NamedTuple):
     program: Program | None  # None if it could not be built
     found: Analysis | None  # None if it was not compiled
     problem: str = ""  # why it was not compiled; otherwise ""
-    needed: str = ""  # if it does not fit: HBM per chip as the compiler writes it; otherwise ""
+    needed_bytes: float | None = None  # HBM per chip if it does not fit
 
     @property
     def name(self) -> str:
@@ -119,7 +119,9 @@ class StrategyResult(NamedTuple):
     @property
     def peak_bytes(self) -> float:
         """Peak HBM per chip in bytes; infinite if unknown."""
-        return self.found.compiled.peak_bytes if self.found else float(self.needed or "inf") * GIB
+        if self.found:
+            return self.found.compiled.peak_bytes
+        return float("inf") if self.needed_bytes is None else self.needed_bytes
 
     def cells(self) -> list[str]:
         """Returns the strategy's cells in the table."""
@@ -129,7 +131,7 @@ class StrategyResult(NamedTuple):
         mesh = strategy.mesh_text(bound.shape, dcn_shape=bound.strategy.dcn_shape)
         if self.found is None:
             state = report.totals(self.program).everything
-            return [self.name, mesh, _short(state / GIB), f"{self.needed}, too much", *["–"] * 5]
+            return [self.name, mesh, _short(state / GIB), f"{_short(self.peak_bytes / GIB)}, too much", *["–"] * 5]
         by_axes = traffic.wire_bytes_by_axes(self.found.collectives)
         shares = (f"{' '.join(axes) or '-'} {_short(size / GIB)}" for axes, size in by_axes.items() if size > 0)
         memory = self.found.compiled
@@ -197,7 +199,7 @@ def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name:
             return StrategyResult(choice, program, analysis.analyze(program))
     except OutOfHbmError as error:
         problem = f"does not fit: needs {error.needed} of {error.present}"
-        return StrategyResult(choice, program, None, problem=problem, needed=error.needed.removesuffix("GiB"))
+        return StrategyResult(choice, program, None, problem=problem, needed_bytes=error.needed_bytes)
 
 
 def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None:

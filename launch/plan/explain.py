@@ -17,7 +17,7 @@ from parallel.compiled.hlo import executions, program
 from parallel.compiled.hlo.executions import Executed
 from parallel.compiled.hlo.messages import compiler_messages
 from parallel.partitioner import Program
-from parallel.planning import arithmetic, buffers, calibration, cost, hbm_allocations, records, selection
+from parallel.planning import arithmetic, buffers, calibration, cost, hbm_allocations, selection
 from parallel.planning.candidate_metrics import between
 from parallel.planning.cost import CLOCK_HZ, StepTime
 from parallel.planning.hbm_allocations import Allocation
@@ -119,8 +119,7 @@ def _print_roofline(question: Question, found: Roofline) -> None:
 
 
 def _print_misfit(question: Question, bound: Program, error: OutOfHbmError, folder: Path) -> None:
-    needed, have = (records.bytes_of(text) for text in (error.needed, error.present))
-    over = f"{_gib(needed - have)} GiB too much"
+    over = f"{_gib(error.needed_bytes - error.present_bytes)} GiB too much"
     per = question.slice.chip.unit
     print(f"\ndoes not fit: needs {error.needed} of {error.present} per {per}, {over}")
     largest = hbm_allocations.of_message(str(error.__cause__))

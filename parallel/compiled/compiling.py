@@ -33,6 +33,9 @@ class Compiled(NamedTuple):
     hlo: str
 
 
+_PREFIXES = "KMGTP"  # of the compiler's sizes, each 1,024 times the one before
+
+
 class OutOfHbmError(UserError):
     """A program needs more HBM than a chip has; `needed` and `present` are texts such as `75.31GiB`."""
 
@@ -40,6 +43,21 @@ class OutOfHbmError(UserError):
         super().__init__(message)
         self.needed = needed
         self.present = present
+
+    @property
+    def needed_bytes(self) -> float:
+        """`needed` as a number."""
+        return _bytes(self.needed)
+
+    @property
+    def present_bytes(self) -> float:
+        """`present` as a number."""
+        return _bytes(self.present)
+
+
+def _bytes(written: str) -> float:
+    number, prefix = written.removesuffix("iB")[:-1], written.removesuffix("iB")[-1]
+    return float(number) * 2.0 ** (10 * (_PREFIXES.index(prefix) + 1))
 
 
 STEP = "the step"
@@ -104,8 +122,8 @@ def _peak_bytes(memory: Any, *, usable: int) -> int:
 
 # The compiler has one message for the whole program, and another when temporaries alone exceed the HBM.
 _TOO_MUCH = (
-    r"Used (?P<needed>[\d.]+[KMG]) of (?P<present>[\d.]+[KMG]) hbm",
-    r"\((?P<needed>[\d.]+[KMG])\) exceeds available HBM \((?P<present>[\d.]+[KMG])\)",
+    rf"Used (?P<needed>[\d.]+[{_PREFIXES}]) of (?P<present>[\d.]+[{_PREFIXES}]) hbm",
+    rf"\((?P<needed>[\d.]+[{_PREFIXES}])\) exceeds available HBM \((?P<present>[\d.]+[{_PREFIXES}])\)",
 )
 
 

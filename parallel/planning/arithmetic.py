@@ -64,7 +64,7 @@ class Estimate(NamedTuple):
 
 def estimate(sharded: ShardedState, step: Step) -> Estimate:
     """Estimates a chip's HBM and time per step under a strategy's tables."""
-    work, schedule = _work(sharded, step), sharded.tables.pipeline
+    work, schedule = _work(sharded, step), sharded.pipeline
     idle = schedule.bubble(sharded.shape["stage"]) if schedule else 0.0
     bubble = idle + (1 - idle) * (1 - 1 / sharded.padding)  # layers of padding compute nothing of use
     on_host = _on_host(sharded, work, step.batch_size / step.accum_steps) * _held_share(sharded)
@@ -108,7 +108,7 @@ def _needed_remats(program: Program, step: Step) -> list[str | None]:
 
 
 def _work(sharded: ShardedState, step: Step) -> Work:
-    trace, schedule = sharded.trace, sharded.tables.pipeline
+    trace, schedule = sharded.trace, sharded.pipeline
     work = trace.works[step.remat] if step.remat in trace.works else next(iter(trace.works.values()))
     if schedule is None:
         return work
@@ -121,7 +121,7 @@ def _work(sharded: ShardedState, step: Step) -> Work:
 
 
 def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, float]:
-    schedule, rows = sharded.tables.pipeline, step.batch_size / sharded.trace.slice.devices
+    schedule, rows = sharded.pipeline, step.batch_size / sharded.trace.slice.devices
     if schedule is None:
         return work.flops * rows, work.kernel_flops * rows
     bubbles = schedule.ticks(sharded.shape["stage"]) / schedule.turns - 1
@@ -133,7 +133,7 @@ def _computed(sharded: ShardedState, step: Step, work: Work) -> tuple[float, flo
 
 def _held_share(sharded: ShardedState) -> float:
     """Returns the share of a batch for which a stage allocates what layers save."""
-    schedule = sharded.tables.pipeline
+    schedule = sharded.pipeline
     if schedule is None:
         return 1.0
     places = schedules.PLACES_AGAIN if schedule.save == "stage" else schedule.allocated(sharded.shape["stage"])
@@ -154,7 +154,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
     accumulated = sharded.gradients if step.accum_steps > 1 else 0.0
     at_loss = {
         "logits": _logits(sharded, work, rows, others),
-        "gathered weights": sharded.gathered if sharded.tables.pipeline else 0.0,
+        "gathered weights": sharded.gathered if sharded.pipeline else 0.0,
         "gradients": accumulated,
     }
     at_layer = {
@@ -166,7 +166,7 @@ def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
 
 
 def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[float, list[float]]:
-    schedule = sharded.tables.pipeline
+    schedule = sharded.pipeline
     others = [_kept_bytes(sharded, k, rows) for k in work.kept if k.copies == 1 and not k.on_host]
     if schedule is None:
         again, saved = work.gathers_again, [k for k in work.kept if k.copies > 1 and not k.on_host]
@@ -213,7 +213,7 @@ def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again
 
 
 def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
-    stages = sharded.shape["stage"] if sharded.tables.pipeline else 1
+    stages = sharded.shape["stage"] if sharded.pipeline else 1
     return sum(_kept_bytes(sharded, kept, rows) for kept in work.kept if kept.on_host) * sharded.padding / stages
 
 
@@ -242,7 +242,7 @@ def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
 
 def _moved(sharded: ShardedState, step: Step, work: Work) -> float:
     """Returns HBM bytes that a pipeline moves besides products; otherwise PRODUCT_SHARE_OF_PEAK allows for them."""
-    schedule, stages = sharded.tables.pipeline, sharded.shape["stage"]
+    schedule, stages = sharded.pipeline, sharded.shape["stage"]
     if schedule is None:
         return 0.0
     bubbles = schedule.ticks(stages) / schedule.turns
@@ -283,7 +283,7 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
     is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
     for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):
         rows, stored, computed = mesh_axes(_ROW_AXES, used), mesh_axes(of.names, table), mesh_axes(of.names, used)
-        once = sharded.tables.pipeline is not None
+        once = sharded.pipeline is not None
         if sharded.runs_before_stages(of):  # as without a pipeline, with rows over stages
             once, rows, stored = False, rows | {"stage"}, sharded.stored_axes(leaf, of, table)
         gathered = stored - computed
@@ -327,7 +327,7 @@ def _all_reduce(sharded: ShardedState, axes: Collection[str]) -> float:
 
 
 def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
-    if sharded.tables.pipeline is not None:
+    if sharded.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
     split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in _LOOKED_UP]
     is_manual = bool(accumulation.manual_axes(sharded.tables, sharded.shape, gather_once=step.gather_once))
@@ -351,7 +351,7 @@ def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
 
 
 def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
-    used, trace, schedule = sharded.tables.activation_rules, sharded.trace, sharded.tables.pipeline
+    used, trace, schedule = sharded.tables.activation_rules, sharded.trace, sharded.pipeline
     rows = step.batch_size / sharded.shards(["batch"], used) / sharded.shape["stage"]
     pieces = sharded.shards(["length"], used)
     again = 0.5 if work.flops > 3.3 * work.forward_flops else 0.0  # computed again, but for the last product of a block

@@ -292,18 +292,16 @@ def candidates(
     offered = remats(model)
     for layout, batch_size in itertools.product(layouts, batch_sizes):
         tables = layout.strategy() if layout else own
-        if tables.pipeline:  # it has microbatches of its own
-            own_alone = (
-                tables.pipeline.save == "stage"
-            )  # `remat` then changes little: it is for one microbatch at a time
-            tried = [remat_of(model)] if own_alone else offered
-            yield from (Candidate(layout, remat, 1, batch_size) for remat in tried)
-            continue
         try:
             shape = strategy.resolve(tables, slice)
         except UserError:  # the judge says why
-            rows, rest = 1, 0
-        else:
-            rows, rest = divmod(batch_size, logical.shards(tables.activation_rules["batch"], shape))
+            shape = None
+        if schedule := strategy.schedule_of(tables, shape) if shape else tables.pipeline:
+            # It has microbatches of its own. With the inputs of a stage saved, `remat` changes little.
+            tried = [remat_of(model)] if schedule.save == "stage" else offered
+            yield from (Candidate(layout, remat, 1, batch_size) for remat in tried)
+            continue
+        groups = logical.shards(tables.activation_rules["batch"], shape) if shape else batch_size
+        rows, rest = divmod(batch_size, groups)
         for accum_steps in accumulations(1 if rest else rows):
             yield from (Candidate(layout, remat, accum_steps, batch_size) for remat in offered)

@@ -31,11 +31,11 @@ def record(bound: Program) -> Record:
         return Record(
             records.TOO_MUCH,
             reason=f"needs {error.needed} of {error.present}",
-            needed_bytes=records.bytes_of(error.needed),
+            needed_bytes=error.needed_bytes,
             compile_seconds=time.perf_counter() - started,
             made_with=made,
         )
-    schedule = bound.partitioner.strategy.pipeline
+    schedule = bound.partitioner.pipeline
     return Record(
         records.COMPILED,
         needed_bytes=found.compiled.peak_bytes,

@@ -132,9 +132,9 @@ def by_kind(found: Sequence[Allocation]) -> dict[str, float]:
     return {kind: total for kind, total in totals.items() if total}
 
 
-_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
+_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
 _ALLOCATION = re.compile(
-    r"\n\s*\d+\. Size: (?P<size>[\d.]+)(?P<unit>[KMG]?)B?\n(?P<rest>.*?)(?=\n\s*\d+\. Size:|={10,}|\Z)", re.S
+    r"\n\s*\d+\. Size: (?P<size>[\d.]+)(?P<unit>[KMGT]?)B?\n(?P<rest>.*?)(?=\n\s*\d+\. Size:|={10,}|\Z)", re.S
 )
 
 

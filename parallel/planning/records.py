@@ -159,8 +159,3 @@ def commit(path: Path, found: Iterable[tuple[str, Record]]) -> None:
     """
     kept = ((text, record) for text, record in found if record.status != FAILED)
     write(path, {"records": {record_key(text): record.as_json() for text, record in kept}})
-
-
-def bytes_of(written: str) -> float:
-    """Converts a size such as `75.31GiB`, in KiB, MiB or GiB, to bytes."""
-    return float(written[:-3]) * {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}[written[-3:]]

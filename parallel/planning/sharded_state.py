@@ -19,6 +19,7 @@ from core.slices import Slice
 from parallel import accumulation, mesh, strategy
 from parallel.partitioner import Program
 from parallel.pipeline import schedules
+from parallel.pipeline.schedules import Schedule
 from parallel.planning import candidates
 from parallel.planning.links import Links
 from parallel.planning.model_trace import ModelTrace, leaves
@@ -87,7 +88,7 @@ class ShardedState:
         return other
 
     def _check_stages(self) -> None:
-        schedule, shapes, axes = self.tables.pipeline, self.trace.shapes.params, self.trace.axes.params
+        schedule, shapes, axes = self.pipeline, self.trace.shapes.params, self.trace.axes.params
         if schedule is None:
             return
         sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.devices}
@@ -95,13 +96,13 @@ class ShardedState:
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def _check_together(self, step: Step) -> None:
-        accumulates, tables = step.accum_steps > 1, self.tables
+        accumulates, overlaps = step.accum_steps > 1, self.tables.overlap_reduction
         if accumulates and jax.tree.leaves(self.trace.shapes.carry):
             raise Refused(
                 "rows belong together", "a model whose carry belongs to the rows of a batch cannot accumulate"
             )
-        if self.trace.couples_rows and (accumulates or tables.pipeline or tables.overlap_reduction):
-            how = "accumulation" if accumulates else "a pipeline" if tables.pipeline else "overlap_reduction"
+        if self.trace.couples_rows and (accumulates or self.pipeline or overlaps):
+            how = "accumulation" if accumulates else "a pipeline" if self.pipeline else "overlap_reduction"
             raise Refused("rows belong together", f"{how} would divide the rows that the model's loss couples")
 
     def check(self, step: Step, *, num_streams: int = 1) -> None:
@@ -125,9 +126,14 @@ class ShardedState:
             raise Refused("positions do not divide", f"length = {self.trace.length} does not divide over {pieces}")
 
     @property
+    def pipeline(self) -> Schedule | None:
+        """The schedule; None without a pipeline or with a single stage."""
+        return strategy.schedule_of(self.tables, self.shape)
+
+    @property
     def microbatches(self) -> int:
         """Number of microbatches of the pipeline; 1 without one."""
-        return self.tables.pipeline.num_microbatches if self.tables.pipeline else 1
+        return self.pipeline.num_microbatches if self.pipeline else 1
 
     @property
     def padding(self) -> float:
@@ -136,7 +142,7 @@ class ShardedState:
 
     def padding_of(self, leaf: Any, of: Axes) -> float:
         """Returns `padding` for one parameter; 1 if it is not of layers on stages."""
-        schedule = self.tables.pipeline
+        schedule = self.pipeline
         if schedule is None or of.names[:1] != ("layers",):
             return 1.0
         return schedules.padded(leaf.shape[0], schedule.layer_unit(self.shape["stage"])) / leaf.shape[0]
@@ -156,7 +162,7 @@ class ShardedState:
 
     def runs_before_stages(self, of: Axes) -> bool:
         """Returns whether a parameter is of layers that a pipeline runs before its first stage."""
-        return self.tables.pipeline is not None and of.names[:1] == (logical.FIRST_LAYERS,)
+        return self.pipeline is not None and of.names[:1] == (logical.FIRST_LAYERS,)
 
     def held_axes(self, step: Step) -> set[str]:
         """Returns the mesh axes over which weights are gathered before the microbatches of an accumulation."""
@@ -188,7 +194,7 @@ class ShardedState:
     def gathered_once(self) -> tuple[str, ...]:
         """Mesh axes over which a pipeline gathers weights once per step; () without one."""
         rows = logical.mesh_axes(self.tables.activation_rules["batch"])
-        return tuple(a for a in rows if self.shape[a] > 1) if self.tables.pipeline else ()
+        return tuple(a for a in rows if self.shape[a] > 1) if self.pipeline else ()
 
     @functools.cached_property
     def gradients(self) -> float:
@@ -211,12 +217,12 @@ class ShardedState:
         total = 0.0
         stored, used = self.tables.param_rules, self.tables.activation_rules
         for leaf, of in self.params:
-            if logical.is_stacked(of.names) and (self.tables.pipeline is None or self.runs_before_stages(of)):
+            if logical.is_stacked(of.names) and (self.pipeline is None or self.runs_before_stages(of)):
                 whole = 2 * leaf.size / leaf.shape[0] / self.shards(of.names, used)
             else:
                 whole = leaf.size / self.shards(of.names, stored, without=self.gathered_once)
                 whole *= self.padding_of(leaf, of)
-            if self.tables.pipeline or self.shards(of.names, stored) > 1:
+            if self.pipeline or self.shards(of.names, stored) > 1:
                 total += whole * self.trace.itemsize
         return total
 

@@ -124,9 +124,10 @@ def test_strategies_side_by_side(launch, tmp_path, monkeypatch):
     assert ["problem" in row for row in refused] == [True, True]
 
 
-def test_a_strategy_that_does_not_fit_has_its_need_in_place_of_a_peak(monkeypatch, capsys):
+@pytest.mark.parametrize(("needed", "cell"), [("40.25GiB", "40.25"), ("1.50TiB", "1,536.00"), ("512.00MiB", "0.5")])
+def test_a_strategy_that_does_not_fit_has_its_need_in_place_of_a_peak(monkeypatch, capsys, needed, cell):
     def too_large(program):
-        raise OutOfHbmError("too much", needed="40.25GiB", present="30.75GiB")
+        raise OutOfHbmError("too much", needed=needed, present="30.75GiB")
 
     monkeypatch.setattr(compiled_report.analysis, "analyze", too_large)
     choices = ["gin/strategies/data_parallel.gin"]
@@ -134,8 +135,8 @@ def test_a_strategy_that_does_not_fit_has_its_need_in_place_of_a_peak(monkeypatc
     compiled_report.show_strategies(found, slice_name="v4-8")
     said = capsys.readouterr().out
     (row,) = [line.split("|")[1:] for line in said.splitlines() if line.startswith("| data_parallel")]
-    assert row[3].strip() == "40.25, too much"
-    assert "data_parallel: does not fit: needs 40.25GiB of 30.75GiB" in said
+    assert row[3].strip() == f"{cell}, too much"
+    assert f"data_parallel: does not fit: needs {needed} of 30.75GiB" in said
 
 
 @pytest.mark.slow  # the test above is quick
@@ -146,7 +147,7 @@ def test_a_strategy_that_does_not_fit_has_a_row_with_its_need(launch):
     (row,) = [line.split("|")[1:] for line in said.splitlines() if line.startswith("| data_parallel")]
     (needed,) = re.findall(r"data_parallel: does not fit: needs ([\d.]+)GiB of 30.75GiB", said)
     assert float(needed) > 30.75
-    assert row[3].strip() == f"{needed}, too much"
+    assert row[3].strip() == f"{float(needed):,.2f}, too much"
 
 
 @pytest.mark.parametrize(

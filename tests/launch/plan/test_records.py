@@ -239,9 +239,7 @@ def test_a_compiled_step_above_the_usable_memory_does_not_fit(options, compiled_
 
 
 def test_a_candidate_that_does_not_fit_is_recorded_with_its_need():
-    record = records.Record(
-        records.TOO_MUCH, reason="needs 75.31GiB of 30.75GiB", needed_bytes=records.bytes_of("75.31GiB")
-    )
+    record = records.Record(records.TOO_MUCH, reason="needs 75.31GiB of 30.75GiB", needed_bytes=75.31 * 2**30)
     again = records.from_json(json.loads(json.dumps(record.as_json())))
     assert again == record
     assert again.needed_bytes / 2**30 == pytest.approx(75.31)

@@ -165,8 +165,19 @@ def test_microbatches_compile_with_an_embedding_sharded_over_both_axes():
 @pytest.mark.compiled("v4-32")
 def test_a_step_that_does_not_fit_is_reported_with_the_excess():
     wide = dataclasses.replace(SMALL, embed_dim=8192, mlp_dim=65536, remat="none")
-    with pytest.raises(compiling.OutOfHbmError, match=r"needs [\d.]+GiB of HBM per chip, but a chip has 30.75GiB"):
+    said = r"needs [\d.]+GiB of HBM per chip, but a chip has 30.75GiB"
+    with pytest.raises(compiling.OutOfHbmError, match=said) as raised:
         compiling.compile_for_slice(program(wide, strategies.data_parallel(), "v4-32", rows=16, length=256))
+    assert raised.value.present_bytes == 30.75 * GIB
+    assert 30.75 * GIB < raised.value.needed_bytes < 2**40
+
+
+@pytest.mark.compiled("v4-8")
+def test_a_step_that_needs_tebibytes_is_reported_like_any_other():
+    model = dataclasses.replace(SMALL, embed_dim=2**15, mlp_dim=2**20, num_layers=4, remat="none")
+    with pytest.raises(compiling.OutOfHbmError, match=r"needs [\d.]+TiB of HBM per chip") as raised:
+        compiling.compile_for_slice(program(model, strategies.data_parallel(), "v4-8", rows=4, length=256))
+    assert raised.value.needed_bytes > 2**40
 
 
 @pytest.mark.slow

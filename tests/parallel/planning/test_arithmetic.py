@@ -79,6 +79,15 @@ def test_hbm_and_traffic_of_7b_are_near_the_compiled_ones(seven_b, name):
     assert [float(cell) for cell in row] == pytest.approx(shown, rel=0.02)
 
 
+def test_a_pipeline_of_one_stage_costs_what_the_step_without_a_pipeline_costs(trace_of):
+    known = trace_of(transformer.preset("7b", num_layers=2), remats=["full", "none"])
+    one_stage = strategies.pipeline_fsdp(stage=1, schedule=schedules.interleaved(num_microbatches=8, repeats=4))
+    for step in (FULL, Step("none", 32, 2)):
+        found, wanted = (arithmetic.estimate(ShardedState(t, known), step) for t in (one_stage, strategies.fsdp()))
+        assert found == wanted
+    ShardedState(one_stage, known).check(FULL)  # 32 rows would not divide over 16 groups x 8 microbatches
+
+
 @pytest.mark.parametrize(("slice_name", "wire"), [("v4-32", 3.77), ("v4-8", 2.34)])
 def test_traffic_of_embedding_gradients_matches_the_compiled_step(trace_of, slice_name, wire):
     """Two layers of the 7B, `fsdp`: a third of what is sent belongs to the embedding and the output matrix."""
