@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from core import logical
+from core import computed_share, logical
 from core.errors import UserError
 from core.types import LossOutput, WeightedSum
 from models import derivatives
@@ -354,11 +354,13 @@ def _dropless(
     empty = jnp.arange(size) >= count
     slots = _Slots(jnp.where(places < count, places, size), jnp.where(empty, chosen.size, order[:, :size]))
     rows = _taken(x[None], slots)[0]
+    filled = k * number / weights.router.shape[-1] / min(k, number)  # of the rows, if experts are chosen equally often
 
     def product(rows: jax.Array, matrices: jax.Array, biases: jax.Array | None) -> jax.Array:
         from models.decoder.grouped_products import grouped_product  # imported only for models with experts
 
-        y = grouped_product(rows, matrices, sizes[0])
+        with computed_share.scope(filled if at.experts else None):
+            y = grouped_product(rows, matrices, sizes[0])
         if biases is None:
             return y
         at_row = jnp.arange(len(rows))[:, None] - starts  # [S, E]

@@ -43,6 +43,12 @@ def visible(until: jax.Array, *, window: int | None) -> jax.Array:
     return seen if window is None else seen & (places[:, None] - places < window)
 
 
+def computed_share(length: int, *, window: int | None) -> float:
+    """Returns the share of T x T scores that the splash kernel computes: all, or those that a window does not hide."""
+    hidden = 0 if window is None else max(length - window, 0)
+    return 1 - hidden**2 / (2 * length**2)
+
+
 class PrefixMask(masks.CausalMask):
     """The splash kernel's mask for `until`, which replaces the positions of queries.
 

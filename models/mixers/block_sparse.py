@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec
 
-from core import logical, units
+from core import computed_share, logical, units
 from core.errors import UserError, check_integer
 from core.platforms import by_platform
 from models.decoder.attention import attention, ring_attention
@@ -200,12 +200,15 @@ def attend(
 
     def by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         c = settings.block
-        masks = [BlockMask(of_head, c) for of_head in block_mask(settings, q.shape[2], q.shape[1] // c)]
+        blocks = block_mask(settings, q.shape[2], q.shape[1] // c)
+        masks = [BlockMask(of_head, c) for of_head in blocks]
         tile = largest(Tiles().queries, c)  # tiles divide blocks
         tiles = Tiles(queries=tile, keys=tile)
-        return attention.splash_attention(
-            q, k, v, segment_ids, scores=scores, masks=masks, tiles=tiles, interpret=interpret
-        )
+        share = blocks.mean() - 1 / (2 * blocks.shape[1])  # half of the blocks on the diagonal is hidden
+        with computed_share.scope(share):
+            return attention.splash_attention(
+                q, k, v, segment_ids, scores=scores, masks=masks, tiles=tiles, interpret=interpret
+            )
 
     operands = (q, k, v, segment_ids)
     if choice == "splash":

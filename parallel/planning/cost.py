@@ -13,16 +13,14 @@ Not modeled: latency, input, and work of hosts between steps.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from core.slices import Slice
 from parallel.compiled.analysis import Analysis
-from parallel.compiled.hlo.costs import Kernel
 from parallel.compiled.traffic import Collective
 from parallel.partitioner import Program
+from parallel.planning import kernel_flops
 from parallel.planning.links import Links
 
 # Cycles per second. v4: Jouppi et al. 2023 ("TPU v4"), table 4: 1050 MHz. The others: peak FLOP/s over the FLOPs that
@@ -32,17 +30,6 @@ from parallel.planning.links import Links
 CLOCK_HZ: Mapping[str, float] = {"v4": 1.05e9, "v5p": 1.75e9, "v5e": 1.5e9, "v6e": 1.75e9, "tpu7x": 1.9e9}
 # Of peak, in a kernel. Assumed; published rates of causal flash attention on TPUs are 30 to 60 %.
 KERNEL_SHARE_OF_PEAK = 0.4
-_GROUPED = (
-    "gmm",
-    "tgmm",
-)  # products of groups of rows (`models.decoder.grouped_products`), by JAX's name for the kernel
-# Number of matrix products of [B, H, Q, S] x K in each splash kernel, by JAX's name for it. Forward: scores and values.
-# dq: scores, dP and dQ. dkv: scores, dP, dK and dV; also dQ where the backward pass is a single kernel.
-_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-_FUSED_BACKWARD = 5
-_FUSED_RESULT_RANK = 5  # it returns dQ in one part per block of keys: [B, blocks, H, Q, K]
-
-
 BOUNDS = ("hidden", "scheduled", "exposed")  # times of `StepTime`
 
 
@@ -123,7 +110,7 @@ class StepTime(NamedTuple):
 def step_time(found: Analysis, bound: Program) -> StepTime:
     """Predicts the time of a compiled step; `found` is `analysis.analyze(bound)`."""
     slice_ = bound.partitioner.slice
-    priced = [(kernel, kernel_flops(kernel)) for kernel in found.costs.kernels]
+    priced = [(kernel, kernel_flops.of_compiled(kernel)) for kernel in found.costs.kernels]
     unknown = [f"kernel {kernel.name} x {kernel.times}" for kernel, flops in priced if flops is None]
     open_loops = [loop for loop in found.costs.loops if loop.trips is None]
     return StepTime(
@@ -158,53 +145,6 @@ def predicted(time: StepTime, slice_: Slice, flops: float | None) -> dict[str, A
 
 def _rounded(number: float) -> float:
     return float(f"{number:.4g}")
-
-
-def kernel_flops(kernel: Kernel) -> float | None:
-    """Returns the FLOPs of a kernel in a step, or None for an unknown kernel.
-
-    Attention is taken to be causal, except for full blocks of ring attention.
-    """
-    if kernel.name.partition(".")[0] in _GROUPED:
-        return _grouped_flops(kernel)
-    name = next((n for n in _PRODUCTS if kernel.name.startswith(n) or f"/{n}" in kernel.op_name), None)
-    if name is None:
-        return None
-    arrays = [dims for operand in kernel.operands if len(dims := _dimensions(operand, "bf16|f32")) >= 3]
-    (*_, queries, _), (*_, keys, _) = arrays[:2]  # positions
-    products = _PRODUCTS[name]
-    if name == "splash_mha_dkv" and any(len(_dimensions(r, "bf16|f32")) >= _FUSED_RESULT_RANK for r in kernel.results):
-        products = _FUSED_BACKWARD
-    # Of the scores, those at or before the query, on the chip with the last queries, which takes longest: 1/2 where a
-    # chip has all queries, close to 1 where it has only the last eighth of them.
-    if "/full_pair/" in kernel.op_name:  # keys that arrive in a ring: `models.decoder.attention.ring_attention`
-        return 2.0 * products * math.prod(arrays[0]) * keys * kernel.times
-    share = min(1 - queries / (2 * keys), _window_share(kernel, queries, keys, by_keys=name == "splash_mha_dkv"))
-    return 2.0 * products * math.prod(arrays[0]) * keys * share * kernel.times
-
-
-def _grouped_flops(kernel: Kernel) -> float:
-    """Returns FLOPs of [S, D] times one of E matrices [D, F] per row, or of the matrices' gradient."""
-    rows = [dims for operand in kernel.operands if len(dims := _dimensions(operand, "bf16|f32")) == 2]
-    (result,) = (_dimensions(array, "bf16|f32") for array in kernel.results)
-    if len(result) == 3:
-        return 2.0 * rows[1][0] * result[1] * result[2] * kernel.times
-    return 2.0 * math.prod(rows[0]) * result[1] * kernel.times
-
-
-def _window_share(kernel: Kernel, queries: int, keys: int, *, by_keys: bool) -> float:
-    """Returns the share of scores inside a window, from the list of blocks to visit, the first operand."""
-    if not (blocks := _dimensions(kernel.operands[0], r"s\d+")):
-        return 1.0
-    of, (visited, number) = (queries, blocks[1:]) if by_keys else (keys, blocks[:0:-1])
-    block = (keys if by_keys else queries) // number
-    return 1.0 if visited * block >= of else max(visited - 1, 0.5) * block / of
-
-
-def _dimensions(array: str, dtypes: str) -> Sequence[int]:
-    """Returns the dimensions of an array such as `bf16[2,32,2048,128]`; () for other dtypes and scalars."""
-    found = re.fullmatch(rf"(?:{dtypes})\[([\d,]+)\]", array)
-    return tuple(int(n) for n in found[1].split(",")) if found else ()
 
 
 def traffic_times(collectives: Sequence[Collective], links: Links) -> tuple[AxisTime, ...]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from core import logical
+from core import computed_share, logical
 from parallel.compiled import report
 from parallel.compiled.hlo import program
 from parallel.compiled.hlo.program import Array, Instruction, Module
@@ -83,7 +83,7 @@ def place(op_name: str) -> str:
         op_name,
     )
     skipped = {"", "run", "while", "body", "cond", "branch_1_fun", "closed_call", "main"}
-    parts = [part for part in bare.split("/") if part not in skipped]
+    parts = [part for part in bare.split("/") if part not in skipped and computed_share.of(part) is None]
     distinct = [part for i, part in enumerate(parts) if part not in parts[:i]]
     return (side + again + "/".join(distinct[-3:])).strip()
 

@@ -23,7 +23,7 @@ from core.slices import Slice
 from core.step import TrainState
 from core.types import Batch, ChoosesDtype, ChoosesKernels, CouplesRows, Model, Params, can
 from parallel import strategy
-from parallel.planning import candidates
+from parallel.planning import candidates, kernel_flops
 
 _CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 
@@ -281,7 +281,8 @@ class _Product(NamedTuple):
     in_loop: bool
 
 
-def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False, in_loop: bool = False) -> Iterator[_Product]:
+def _products(jaxpr: Jaxpr, times: float = 1.0, scopes: str = "", in_loop: bool = False) -> Iterator[_Product]:
+    """Yields the products of a program that runs so many `times`; `scopes`: JAX's names around it."""
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         if name == "dot_general":
@@ -290,24 +291,37 @@ def _products(jaxpr: Jaxpr, times: float = 1.0, in_kernel: bool = False, in_loop
             (contracting, _), _ = params["dimension_numbers"]
             contracted = tuple(left.shape[i] for i in contracting)
             flops = 2.0 * result.size * math.prod(contracted) * times
-            yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel, in_loop)
+            yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, False, in_loop)
         elif name == "ragged_dot_general":  # as if every row belonged to a group
-            yield _grouped_product(equation, times, in_kernel, in_loop)
+            yield _grouped_product(equation, times, in_loop)
         elif name == "cond":
-            runs = [list(_products(branch.jaxpr, times, in_kernel, in_loop)) for branch in params["branches"]]
+            within = f"{scopes}/{equation.source_info.name_stack}"
+            runs = [list(_products(branch.jaxpr, times, within, in_loop)) for branch in params["branches"]]
             yield from max(runs, key=lambda run: sum(p.flops for p in run))
         elif name == "pallas_call":
-            grid = [n for n in params["grid_mapping"].grid if isinstance(n, int)]
-            blocks = times * math.prod(grid) * _computed_share(equation.invars[0].aval)
-            for inner in _inner({"jaxpr": params["jaxpr"]}):
-                yield from _products(inner, blocks, True, in_loop)
-        else:
-            turns = params["length"] if name == "scan" else 1
-            for inner in _inner(params):
-                yield from _products(inner, times * turns, in_kernel, in_loop or turns > 1)
+            flops = _kernel_flops(equation, f"{scopes}/{equation.source_info.name_stack}")
+            yield _Product(flops * times, (), 0.0, True, in_loop)
+        elif inside := list(_inner(params)):
+            within, turns = f"{scopes}/{equation.source_info.name_stack}", params["length"] if name == "scan" else 1
+            for inner in inside:
+                yield from _products(inner, times * turns, within, in_loop or turns > 1)
 
 
-def _grouped_product(equation: Any, times: float, in_kernel: bool, in_loop: bool) -> _Product:
+def _kernel_flops(equation: Any, scopes: str) -> float:
+    """Returns the FLOPs of a kernel; of an unknown one, its products for every block of its grid."""
+    operands, results = (
+        [v.aval.shape if jnp.issubdtype(v.aval.dtype, jnp.floating) else () for v in variables]
+        for variables in (equation.invars, equation.outvars)
+    )
+    known = kernel_flops.of_shapes(equation.params["name"] or "", operands, results, scopes=scopes)
+    if known is not None:
+        return known
+    blocks = math.prod(n for n in equation.params["grid_mapping"].grid if isinstance(n, int))
+    inside = _inner({"jaxpr": equation.params["jaxpr"]})
+    return blocks * sum(product.flops for inner in inside for product in _products(inner))
+
+
+def _grouped_product(equation: Any, times: float, in_loop: bool) -> _Product:
     left, result = equation.invars[0].aval, equation.outvars[0].aval
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
@@ -316,15 +330,7 @@ def _grouped_product(equation: Any, times: float, in_kernel: bool, in_loop: bool
     is_of_rows = bool(set(numbers.lhs_ragged_dimensions) & set(contracting))
     size = result.size // result.shape[0] if is_of_rows else result.size
     flops = 2.0 * size * math.prod(contracted) * times
-    return _Product(flops, contracted, result.size * result.dtype.itemsize * times, in_kernel, in_loop)
-
-
-def _computed_share(mask: Any) -> float:
-    """Returns the computed share of a kernel's grid: one half (causal), or a window's share."""
-    if mask.ndim != 3 or not jnp.issubdtype(mask.dtype, jnp.integer):
-        return 0.5
-    visited, number = sorted(mask.shape[1:])
-    return 1 - 1 / visited if 1 < visited < number else 0.5
+    return _Product(flops, contracted, result.size * result.dtype.itemsize * times, False, in_loop)
 
 
 def _computes_again(jaxpr: Jaxpr) -> bool:

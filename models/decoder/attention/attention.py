@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from core import logical
+from core import computed_share, logical
 from core.errors import UserError
 from core.platforms import by_platform
 from models import derivatives
@@ -402,9 +402,41 @@ def splash_attention(
         masks=masks,
         tiles=tiles,
     )
+    with computed_share.scope(
+        _computed_share(q.shape[1], scores, order=order, is_prefix=prefix is not None, tiles=tiles)
+    ):
+        return _on_every_chip(
+            make, q, k, v, segment_ids, of_keys, queries, sinks, positions="kv_length" if order is None else None
+        )
+
+
+def _computed_share(
+    length: int, scores: Scores, *, order: np.ndarray | None, is_prefix: bool, tiles: Tiles
+) -> float | None:
+    """Returns the share of scores that the kernel computes; None: that of causal attention."""
+    if is_prefix:
+        return prefixes.computed_share(length, window=scores.window)
+    if scores.window is None:
+        return None
+    positions = np.arange(length) if order is None else order
+    return tiles.computed_share(positions, window=scores.window, shards=ring_attention.length_shards())
+
+
+def _on_every_chip(
+    make: Callable[..., Any],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    of_keys: jax.Array,
+    queries: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    positions: str | None,
+) -> jax.Array:
     if logical.activation_spec("batch") is None:
         return _attend_locally(make(), q, k, v, segment_ids, of_keys, queries, sinks)
-    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions="kv_length" if order is None else None)
+    k, v, (q_spec, kv_spec) = _matching_heads(q, k, v, positions=positions)
     mesh = jax.sharding.get_abstract_mesh()
     length_shards, head_shards = (logical.shards(q_spec[i], mesh.shape) for i in (1, 2))
     kernel = make(length_shards=length_shards, head_shards=head_shards)

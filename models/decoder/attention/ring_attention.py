@@ -31,7 +31,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import PartitionSpec
 
-from core import jax_internals, logical
+from core import computed_share, jax_internals, logical
 from core.errors import UserError
 from models.decoder.attention.splash_tiles import Tiles
 
@@ -139,7 +139,7 @@ class Pairs:
             means = _weighted(jnp.exp(scores - log_total[..., None]), kv.values)
             return Mixed(means.astype(jnp.float32), log_total.reshape(means.shape[:3]))
         kernel = self._kernel(q.queries, causal=causal, save_residuals=True)
-        with jax.named_scope(_scope(causal=causal)):
+        with computed_share.scope(None if causal else 1.0):
             means, (log_total,) = jax.vmap(kernel)(q.queries, *kv[:2], _segments(q, kv))
         return Mixed(means.astype(jnp.float32), log_total)
 
@@ -163,7 +163,7 @@ class Pairs:
             return jax.vjp(weighted, q.queries, *kv[:2])[1]((d_means, d_total))
         kernel = self._kernel(q.queries, causal=causal, save_residuals=False)
         of_row = functools.partial(jax_internals.splash_gradients, kernel)
-        with jax.named_scope(_scope(causal=causal)):
+        with computed_share.scope(None if causal else 1.0):
             return jax.vmap(of_row)(q.queries, *kv[:2], _segments(q, kv), *of, d_means)
 
     def _scores(self, q: Queries, kv: Keys, *, causal: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -194,10 +194,6 @@ class Pairs:
             save_residuals=save_residuals,
             interpret=self.interpret,
         )
-
-
-def _scope(*, causal: bool) -> str:
-    return "causal_pair" if causal else "full_pair"
 
 
 def _weighted(weights: jax.Array, values: jax.Array) -> jax.Array:

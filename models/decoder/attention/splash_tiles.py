@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from core.errors import UserError, check_integer
@@ -46,6 +47,24 @@ class Tiles:
             use_fused_bwd_kernel=self.fused_backward,
             **own,
         )
+
+    def computed_share(self, positions: np.ndarray, *, window: int, shards: int) -> float:
+        """Returns the share of scores in the tiles that the kernel computes, on the chip with most of them.
+
+        A tile of which the mask hides a part counts half.
+
+        Args:
+          positions: [T], of the queries; those of keys are 0 to T - 1.
+          window: number of keys, up to a query's own, that it attends to.
+          shards: number of chips that share the queries of a row.
+        """
+        sizes = self.block_sizes(len(positions) // shards)
+        queries = positions.reshape(-1, sizes.block_q)
+        keys = np.arange(len(positions)).reshape(-1, sizes.block_kv)
+        first, last = queries.min(axis=1)[:, None], queries.max(axis=1)[:, None]
+        is_computed = (keys[:, 0] <= last) & (first - keys[:, -1] < window)
+        is_whole = (keys[:, -1] <= first) & (last - keys[:, 0] < window)
+        return float(np.max(np.mean((is_computed + is_whole.astype(int)).reshape(shards, -1) / 2, axis=1)))
 
 
 def largest(most: int, length: int) -> int:

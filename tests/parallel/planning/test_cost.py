@@ -15,7 +15,7 @@ from parallel.compiled.hlo import costs, executions
 from parallel.compiled.hlo import program as hlo
 from parallel.compiled.hlo.costs import Costs, Kernel
 from parallel.compiled.hlo.executions import Loop
-from parallel.planning import cost
+from parallel.planning import cost, kernel_flops
 from tasks import streams
 
 V4_32 = slices.get("v4-32")
@@ -27,53 +27,6 @@ def kernel(name, operands, results, times=1):
 
 HEADS = "bf16[2,32,2048,128]"
 FORWARD = kernel("splash_mha_fwd_segmented.1", ["s8[1,4,4]", HEADS, HEADS, HEADS, "s32[2,2048,128]"], [HEADS], 32)
-DQ = kernel("splash_mha_dq_segmented.1", ["s8[1,4,4]", HEADS, HEADS, HEADS], [HEADS], 32)
-DKV = kernel("splash_mha_dkv_segmented.1", ["s8[1,4,4]", HEADS, HEADS, HEADS], [HEADS, HEADS], 32)
-FUSED = kernel("splash_mha_dkv.1", ["s8[1,4,4]", HEADS, HEADS, HEADS], ["bf16[2,4,32,2048,128]", HEADS, HEADS], 32)
-PRODUCT = 2 * (2 * 32) * 2048 * 2048 * 128 / 2  # of one matrix product of 2 x 32 heads, half of it behind the query
-
-
-@pytest.mark.parametrize(("which", "products"), [(FORWARD, 2), (DQ, 3), (DKV, 4), (FUSED, 5)])
-def test_flops_of_attention_kernels(which, products):
-    assert cost.kernel_flops(which) == products * PRODUCT * 32
-
-
-def test_the_chip_with_the_last_queries_sees_most_keys():
-    queries, keys = "bf16[1,8,512,64]", "bf16[1,2,2048,64]"
-    split = kernel("splash_mha_fwd.1", ["s8[1,1,4]", queries, keys, keys], [queries])
-    assert cost.kernel_flops(split) == 2 * 2 * 8 * 512 * 2048 * 64 * 0.875
-
-
-def test_keys_that_arrive_in_a_ring_are_all_seen():
-    full = FORWARD._replace(op_name="jit(run)/while/body/full_pair/splash_mha_fwd/pallas_call")
-    assert cost.kernel_flops(full) == 2 * cost.kernel_flops(FORWARD)
-
-
-@pytest.mark.parametrize(
-    ("name", "blocks", "products"),
-    [("splash_mha_fwd", "s8[1,16,3]", 2), ("splash_mha_dq", "s8[1,16,3]", 3), ("splash_mha_dkv", "s8[1,3,16]", 4)],
-)
-def test_a_window_leaves_few_scores(name, blocks, products):
-    """1,024 of 8,192 positions, in blocks of 512: three blocks, of which the first and the last are half outside."""
-    heads = "bf16[1,32,8192,128]"
-    local = kernel(name, [blocks, heads, heads, heads], [heads, heads])
-    assert cost.kernel_flops(local) == products * 2 * 32 * 8192 * 1024 * 128
-
-
-@pytest.mark.parametrize(
-    ("name", "operands", "result"),
-    [
-        ("gmm.1", ["s32[]", "s32[9]", "bf16[2048,512]", "bf16[8,512,1024]"], "bf16[2048,1024]"),
-        ("gmm.7", ["s32[]", "s32[9]", "bf16[2048,1024]", "bf16[8,512,1024]"], "bf16[2048,512]"),
-        ("tgmm.2", ["s32[]", "s32[9]", "bf16[2048,512]", "bf16[2048,1024]"], "bf16[8,512,1024]"),
-    ],
-)
-def test_flops_of_grouped_products(name, operands, result):
-    assert cost.kernel_flops(kernel(name, operands, [result], 3)) == 3 * 2 * 2048 * 512 * 1024
-
-
-def test_a_kernel_that_is_not_known_has_no_price():
-    assert cost.kernel_flops(kernel("ragged_gather.3", [HEADS], [HEADS])) is None
 
 
 def analysis_of(*, cycles=0, found_kernels=(), loops=(), collectives=()):
@@ -107,7 +60,7 @@ def test_a_step_by_hand():
     found = analysis_of(cycles=525_000_000, found_kernels=[FORWARD], collectives=[gathers, bare])
     time = cost.step_time(found, program())
     assert time.compute == pytest.approx(0.5)
-    assert time.kernels == pytest.approx(2 * PRODUCT * 32 / (0.4 * 275e12))
+    assert time.kernels == pytest.approx(kernel_flops.of_compiled(FORWARD) / (0.4 * 275e12))
     (axis,) = time.traffic
     assert (axis.axes, axis.network, axis.wire_bytes) == (("fsdp",), "ICI", 4_050_000_000)
     assert axis.seconds == pytest.approx(2 * 0.010 + 10 * 0.001)
@@ -131,7 +84,7 @@ def test_operations_without_an_estimate_are_named():
     found = analysis_of(found_kernels=[FORWARD, unknown], loops=[Loop("while.1", "jit(run)/while", None)])
     time = cost.step_time(found, program())
     assert time.unpriced == ("kernel ragged_gather.3 x 7", "loop jit(run)/while, counted once")
-    assert time.kernels == pytest.approx(cost.kernel_flops(FORWARD) / (0.4 * 275e12))
+    assert time.kernels == pytest.approx(kernel_flops.of_compiled(FORWARD) / (0.4 * 275e12))
 
 
 @pytest.mark.parametrize(
