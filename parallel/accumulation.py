@@ -10,7 +10,7 @@ gradients scattered after it, which takes memory for both.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,21 +97,29 @@ def reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
 
 
 def gathered_bytes(
-    params: Params, param_axes: Any, param_rules: Rules, shape: Mapping[str, int], manual: set[str]
+    params: Params,
+    param_axes: Any,
+    trained: Sequence[bool],
+    *,
+    param_rules: Rules,
+    shape: Mapping[str, int],
+    manual: set[str],
 ) -> int:
-    """Returns the bytes per chip that `gather_once` adds for parameters and gradients.
+    """Returns the bytes per chip that `gather_once` adds for parameters, and for gradients of trained ones.
 
     Args:
       params: the parameters, or their shapes.
+      trained: whether each parameter is trained, in the order of the leaves.
       shape: degree by mesh axis.
       manual: the mesh axes over which parameters are gathered.
     """
 
-    def extra(leaf: Any, axes: Axes) -> int:
+    def extra(leaf: Any, axes: Axes, is_trained: bool) -> int:
         spec = logical.partition_spec(axes, param_rules)
         shards = math.prod(shape[axis] for entry in spec for axis in logical.mesh_axes(entry))
         kept = math.prod(shape[axis] for entry in spec for axis in logical.mesh_axes(entry) if axis not in manual)
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        return 2 * (size // kept - size // shards)
+        return (1 + is_trained) * (size // kept - size // shards)
 
-    return sum(jax.tree.leaves(jax.tree.map(extra, params, param_axes)))
+    named = jax.tree.leaves(param_axes, is_leaf=lambda a: isinstance(a, Axes))
+    return sum(map(extra, jax.tree.leaves(params), named, trained))

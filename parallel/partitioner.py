@@ -374,9 +374,13 @@ class Program:
     @property
     def gathered_bytes(self) -> int:
         """Bytes that `gather_once` adds per chip; 0 without it."""
-        at, params = self.partitioner, self.abstract_state.params
-        by = (at.strategy.param_rules, at.shape, self.manual_axes)
-        return accumulation.gathered_bytes(params, self.axes.params, *by)
+        return self.bytes_of_gathering(self.manual_axes)
+
+    def bytes_of_gathering(self, manual: set[str]) -> int:
+        """Returns the bytes that a chip needs more if parameters are gathered over these mesh axes once per step."""
+        at, trained = self.partitioner, [spec.trainable for spec in jax.tree.leaves(self.param_specs)]
+        by: dict[str, Any] = {"param_rules": at.strategy.param_rules, "shape": at.shape, "manual": manual}
+        return accumulation.gathered_bytes(self.abstract_state.params, self.axes.params, trained, **by)
 
     @functools.cached_property
     def jitted_train_step(self) -> Any:

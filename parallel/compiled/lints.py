@@ -128,12 +128,15 @@ def _with_reason(finding: Finding) -> Finding:
 
 
 def _accumulated_gathers(context: LintContext) -> Iterator[Finding]:
+    if context.program.gather_once:
+        return
     steps, weights = context.program.accum_steps, report.Weights(context.program)
     inside = [c for c in context.collectives if _in_accumulation(c, steps) and _gathered(c, weights)]
     if not inside:
         return
-    more = _bytes_of_gathering_once(context.program)
-    usable = context.program.partitioner.slice.chip.usable_hbm_bytes
+    at = context.program.partitioner
+    more = context.program.bytes_of_gathering(accumulation.manual_axes(at.strategy, at.shape, gather_once=True))
+    usable = at.slice.chip.usable_hbm_bytes
     if context.peak_bytes + more <= usable:
         yield Finding(
             "weights gathered in the accumulation loop",
@@ -143,12 +146,6 @@ def _accumulated_gathers(context: LintContext) -> Iterator[Finding]:
             f"{units.size(context.peak_bytes)} of {units.size(usable)} in use",
             "experiment.Experiment.gather_once = True (the run summary shows its memory); or fewer accum_steps",
         )
-
-
-def _bytes_of_gathering_once(program: Program) -> int:
-    at, params = program.partitioner, program.abstract_state.params
-    manual = accumulation.manual_axes(at.strategy, at.shape, gather_once=True)
-    return accumulation.gathered_bytes(params, program.axes.params, at.strategy.param_rules, at.shape, manual)
 
 
 def _gathered(c: Collective, weights: report.Weights) -> str | None:

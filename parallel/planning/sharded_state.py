@@ -172,9 +172,9 @@ class ShardedState:
 
     def held_bytes(self, step: Step) -> int:
         """Returns the bytes that whole parameters and gradients take beside shards during an accumulation."""
-        params, axes = self.trace.shapes.params, self.trace.axes.params
-        held = self.held_axes(step)
-        return accumulation.gathered_bytes(params, axes, self.tables.param_rules, self.shape, held) if held else 0
+        params, axes, held = self.trace.shapes.params, self.trace.axes.params, self.held_axes(step)
+        by: dict[str, Any] = {"param_rules": self.tables.param_rules, "shape": self.shape, "manual": held}
+        return accumulation.gathered_bytes(params, axes, self.trace.trained, **by) if held else 0
 
     def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
         return sum(

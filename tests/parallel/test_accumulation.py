@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from core import batches, optimizers, slices
+from core import batches, optimizers, parameters, slices
 from models.decoder import transformer
 from parallel import partitioner, strategies
 from parallel.pipeline import schedules
@@ -47,6 +47,13 @@ def test_gathering_once_costs_the_shards_of_other_chips():
     held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * 4 for leaf in leaves)
     whole = sum(np.prod(leaf.shape) * 4 for leaf in leaves)
     assert split.gathered_bytes == 2 * (whole - held)
+    frozen = program(strategies.fsdp(), gather_once=True, frozen=["layers/*"], frozen_dtype="float32")
+    paths = parameters.names(frozen.abstract_state.params)
+    params = dict(zip(paths, jax.tree.leaves(frozen.abstract_state.params), strict=True))
+    layers = [leaf for path, leaf in params.items() if path.startswith("layers/")]
+    assert 0 < len(layers) < len(params)
+    of_layers = sum(np.prod(leaf.shape) - np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in layers)
+    assert frozen.gathered_bytes == split.gathered_bytes - 4 * of_layers  # no gradients of frozen parameters
     assert program(strategies.fsdp()).gathered_bytes == 0
     assert program(strategies.data_parallel()).gathered_bytes == 0
 
