@@ -109,7 +109,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--gin": {"metavar": "BINDING", "action": "append", "default": [], "help": "overrides one binding; repeatable"},
     "--scale-from": {
         "metavar": "SLICE",
-        "help": "BATCH_SIZE is for this slice: scale it, so that each chip has the same rows (launch/scaling.py)",
+        "help": "BATCH_SIZE is for this slice: scale it, so that each device has the same rows (launch/scaling.py)",
     },
     "--run-dir": {"type": _folder, "metavar": "DIR", "help": "default: runs/EXPERIMENT-SLICE"},
     "--steps": {"metavar": "N", "type": at_least(1), "help": "stop after step N; schedules keep TOTAL_STEPS"},

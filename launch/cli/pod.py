@@ -147,7 +147,7 @@ def _scaled(args: argparse.Namespace, slice_: slices.Slice) -> list[str]:
     from launch import scaling
 
     found = scaling.bindings(args.experiment, slice_name=slice_.name, scale_from=args.scale_from, given=args.gin)
-    print(f"as on {args.scale_from}, with the same work for each chip: {', '.join(found)}", flush=True)
+    print(f"as on {args.scale_from}, with the same rows for each device: {', '.join(found)}", flush=True)
     return [*args.gin, *found]
 
 

@@ -246,11 +246,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--compile reports one program, --strategies compares several: give only one of them")
     if args.scale_from:
         found = scaling.bindings(args.experiment, slice_name=args.slice, scale_from=args.scale_from, given=args.gin)
-        print(f"as on {args.scale_from}, with the same work for each chip: {', '.join(found)}")
+        print(f"as on {args.scale_from}, with the same rows for each device: {', '.join(found)}")
         args.gin = [*args.gin, *found]
     written, fits = _one_program(args) if args.strategies is None else (_every_strategy(args), True)
     if args.json:
         args.json.write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
+        print(f"written: {args.json}")
     return exit_codes.DONE if fits else exit_codes.FAILED
 
 

@@ -69,7 +69,9 @@ def _print(found: GenerationCost, *, layout: str) -> None:
         f"tokens of prompts, in chunks of {found.chunk}": found.prompt_tokens_per_second,
     }.items():
         print(f"  predicted, not measured: {slow:,.0f} to {fast:,.0f} {what} per second, all rows together")
-    print(f"  a token of every row takes at least {1000 * found.token_bound:.2f} ms: HBM is read once")
+    least, most = (f"{1000 * seconds:.2f} ms" for seconds in found.token_reads)
+    all_experts = "" if least == most else f", or {most} if all experts are used"
+    print(f"  a token of every row takes at least {least}{all_experts}: what it needs is read from HBM once")
     unpriced = [text for time in (found.chunk_time, found.token_time) for text in time.unpriced if "loop" not in text]
     print(f"  not included: {', '.join(unpriced) or 'nothing'}")
     compiled_report.print_warnings(found.warnings)

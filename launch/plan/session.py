@@ -219,6 +219,7 @@ def _by_arithmetic(question: Question, options: Sequence[Option], args: argparse
             else f"most often: {kind}; the reasons above say which numbers do"
         )
         print(f"\nno candidate fits {question.slice.name}: {fix}")
+        _say_not_written(args)
         return 1
     _finish(question, possible[0], options, rows, args, label=label)
     return 0
@@ -247,6 +248,7 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     if not ranked:
         ranking.print_rejected(rejected, session.found, every=args.rejected)
         print(f"\n{session.none} for {question.slice.name}" + (" yet" if is_partial else ""))
+        _say_not_written(args)
         return 1
     rows = [search.metrics(question, one, record) for one, record in ranked]
     title = f"{question.config.experiment} on {question.slice.name}" + (", so far" if is_partial else "")
@@ -263,6 +265,11 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
         print(f"written: {args.record}")
     _finish(question, ranked[0][0], session.options, rows, args, label=label)
     return 0
+
+
+def _say_not_written(args: argparse.Namespace) -> None:
+    for path in filter(None, (args.write, args.json, args.record)):
+        print(f"not written, because no layout fits: {path}")
 
 
 def _compiler_warnings(found: search.Compiled) -> list[str]:
@@ -390,5 +397,6 @@ def run(args: argparse.Namespace) -> int:
         found = generation_report.predict(args.experiment, **where, batch_sizes=args.batch_size)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"written: {args.json}")
         return exit_codes.DONE
     return _plan(args)

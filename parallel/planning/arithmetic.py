@@ -39,7 +39,7 @@ _PASSES_OVER_GRADIENTS = {(False, False): 1, (True, False): 2, (True, True): 5}
 _TRUE_SCATTER_CHIPS = 4  # a larger group's reduce-scatter is compiled as an all-reduce (measured on 2x2x4)
 _ROW_AXES = ("batch", "length")
 _EXTREMES = ("none", "full")  # the names of the choices of `remat` that save most and least
-_LOOKED_UP, _LOOKUP_ROWS = ("vocab", "embed"), ("batch", "residual_length")  # axes of an embedding, and of its indices
+_LOOKUP_ROWS = ("batch", "residual_length")  # axes of the indices of an embedding
 
 
 class Estimate(NamedTuple):
@@ -280,7 +280,7 @@ _Sent = Iterator[tuple[Collection[str], float]]
 
 def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
     table, used = sharded.tables.param_rules, sharded.tables.activation_rules
-    is_tied = not any(of.names == _LOOKED_UP[::-1] for _, of in sharded.params)
+    is_tied = not any(of.names == model_trace.OUTPUT for _, of in sharded.params)
     for (leaf, of), is_trained in zip(sharded.params, sharded.trace.trained, strict=True):
         rows, stored, computed = mesh_axes(_ROW_AXES, used), mesh_axes(of.names, table), mesh_axes(of.names, used)
         once = sharded.pipeline is not None
@@ -305,7 +305,7 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
             gathers = 2 if logical.is_stacked(of.names) and not once else 1
             yield gathered, sent * (1 if once else step.accum_steps * gathers)
             continue
-        if of.names == _LOOKED_UP and not held and _is_summed_in_pieces(sharded, step):
+        if of.names == model_trace.EMBEDDING and not held and _is_summed_in_pieces(sharded, step):
             yield from _of_lookups(sharded, step, leaf)
             if not is_tied:
                 yield gathered, sent * step.accum_steps  # for the forward pass only
@@ -329,14 +329,14 @@ def _all_reduce(sharded: ShardedState, axes: Collection[str]) -> float:
 def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
     if sharded.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
-    split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in _LOOKED_UP]
+    split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in model_trace.EMBEDDING]
     is_manual = bool(accumulation.manual_axes(sharded.tables, sharded.shape, gather_once=step.gather_once))
     return not (all(split) and step.accum_steps > 1 and is_manual)
 
 
 def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
     split = mesh_axes(_LOOKUP_ROWS, sharded.tables.activation_rules)
-    vocab, columns = (mesh_axes([name], sharded.tables.param_rules) for name in _LOOKED_UP)
+    vocab, columns = (mesh_axes([name], sharded.tables.param_rules) for name in model_trace.EMBEDDING)
     positions = step.batch_size * sharded.trace.length
     sent = positions * table.shape[1] * sharded.trace.itemsize / sharded.degree(split)
     for axis in sorted(columns):
@@ -370,11 +370,11 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
 
 def check_fits(found: Estimate, slice: Slice) -> None:
     """Raises Refused if the estimate exceeds REFUSED_FROM x a chip's HBM, or its share of host memory."""
-    of_host = slice.chip.host_memory_bytes
+    of_host, unit = slice.chip.host_memory_bytes, slice.chip.unit
     if found.host_bytes > of_host:
         raise Refused(
             "too much memory of the host",
-            f"keeps {found.host_bytes / GIB:.1f} GiB for each chip on its host, which has {of_host / GIB:.1f} for it",
+            f"keeps {found.host_bytes / GIB:.1f} GiB for each {unit} on its host, which has {of_host / GIB:.1f} for it",
         )
     have = slice.chip.usable_hbm_bytes
     if found.peak_bytes > REFUSED_FROM * have:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
+from core.types import Params
 from parallel.compiled import compiling, traffic
 from parallel.compiled.analysis import Analysis
 from parallel.compiled.compiling import Compiled
@@ -13,7 +14,7 @@ from parallel.compiled.hlo import costs, executions, program
 from parallel.compiled.hlo.messages import compiler_messages, warnings
 from parallel.generation.decoding import Decoder
 from parallel.partitioner import Program
-from parallel.planning import cost
+from parallel.planning import cost, model_trace
 from parallel.planning.cost import StepTime
 
 _FIX = "Shard more (tensor), or generate fewer rows (BATCH_SIZE) of fewer positions (LENGTH)."
@@ -26,7 +27,8 @@ class GenerationCost(NamedTuple):
       chunk: ids of each prompt that are processed together.
       chunk_memory, chunk_time: of the program that processes a chunk of every prompt.
       token_memory, token_time: of the program that adds a token to every row.
-      token_bound: seconds in which a chip reads its parameters and cache from HBM once.
+      token_reads: seconds in which a chip reads from HBM what a token of every row needs: at least, and with the
+        matrices of all experts.
     """
 
     rows: int
@@ -38,13 +40,14 @@ class GenerationCost(NamedTuple):
     token_memory: Compiled
     chunk_time: StepTime
     token_time: StepTime
-    token_bound: float
+    token_reads: tuple[float, float]
     warnings: list[str]
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """Predicted new tokens per second: with no traffic hidden, and with all of it."""
-        slow, fast = (max(self.token_bound, s) for s in (self.token_time.exposed, self.token_time.hidden))
+        """Predicted new tokens per second: with no traffic hidden and all experts used, and with all of it hidden."""
+        least, most = self.token_reads
+        slow, fast = max(most, self.token_time.exposed), max(least, self.token_time.hidden)
         return self.rows / slow, self.rows / fast
 
     @property
@@ -85,7 +88,9 @@ def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> Gen
     with compiler_messages() as messages:
         prefill = _compiled(decoder.lower_prefill(params, cache, rows=rows, chunk=chunk), bound)
         decode = _compiled(decoder.lower_decode(params, cache, rows=rows, vocab_size=model.vocab_size), bound)
-    param_bytes, cache_bytes = map(_bytes_per_chip, (params, cache))
+    param_bytes, cache_bytes = (sum(map(_bytes_per_chip, jax.tree.leaves(tree))) for tree in (params, cache))
+    least, most = read_bytes(params, bound.axes.params)
+    bandwidth = bound.partitioner.slice.chip.hbm_bytes_per_second
     chunk_time, token_time = (cost.step_time(_analysis(result, bound), bound) for result in (prefill, decode))
     return GenerationCost(
         rows,
@@ -97,7 +102,7 @@ def generation_cost(bound: Program, *, rows: int, slots: int, chunk: int) -> Gen
         decode,
         chunk_time,
         token_time,
-        (param_bytes + cache_bytes) / bound.partitioner.slice.chip.hbm_bytes_per_second,
+        ((least + cache_bytes) / bandwidth, (most + cache_bytes) / bandwidth),
         warnings(messages.text),
     )
 
@@ -115,5 +120,21 @@ def _analysis(result: Compiled, bound: Program) -> Analysis:
     return Analysis(result, costs.summarize(run), collectives, [], [])
 
 
-def _bytes_per_chip(tree: Any) -> int:
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def read_bytes(params: Params, param_axes: Any) -> tuple[int, int]:
+    """Returns the bytes of parameters that a chip reads for a token: without experts, and with all of them.
+
+    Of an embedding that is not also the output matrix, only the rows of the tokens are read.
+
+    Args:
+      params: shapes with shardings.
+      param_axes: their `Axes`.
+    """
+    named = model_trace.leaves(params, param_axes)
+    is_tied = not any(axes.names == model_trace.OUTPUT for _, axes in named)
+    used = [(leaf, axes) for leaf, axes in named if is_tied or axes.names != model_trace.EMBEDDING]
+    most = sum(_bytes_per_chip(leaf) for leaf, _ in used)
+    return most - sum(_bytes_per_chip(leaf) for leaf, axes in used if "expert" in axes.names), most
+
+
+def _bytes_per_chip(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

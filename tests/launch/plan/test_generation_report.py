@@ -18,6 +18,7 @@ def test_a_plan_of_generation(launch, tmp_path):
     words += ["--batch-size", "8", "--json", str(tmp_path / "r.json")]
     said = launch("plan", "v4-8", "gin/quickstart.gin", "--generate", *words)
     assert "generation of 8 rows of up to 128 positions under mesh3d (fsdp 2 x tensor 2),\ncompiled for v4-8" in said
+    assert f"written: {tmp_path / 'r.json'}" in said
     [read] = json.loads((tmp_path / "r.json").read_text())
     # 2 layers of keys and values: 4 of 8 rows, 1 of 2 heads of 32, 128 positions, float32
     assert read["cache_bytes"] == 2 * 2 * 4 * 1 * 32 * 128 * 4

@@ -206,14 +206,19 @@ def test_earlier_results_are_shown_wherever_they_are_in_the_order(arguments, opt
 
 
 @pytest.mark.covers("X13")
-def test_nothing_fits(arguments, cache, capsys):
-    assert session.run(arguments("--arithmetic", "--batch-size", "33", "--only", "fsdp")) == 1
+def test_nothing_fits(arguments, cache, capsys, tmp_path):
+    files = [tmp_path / name for name in ("a.gin", "a.json")]
+    wanted = ("--write", str(files[0]), "--json", str(files[1]))
+    assert session.run(arguments("--arithmetic", "--batch-size", "33", "--only", "fsdp", *wanted)) == 1
     said = capsys.readouterr().out
     assert "rejected, rows do not divide: " in said
     assert "no candidate fits v4-8: most often: rows do not divide; the reasons above say which numbers do" in said
+    for file in files:
+        assert f"not written, because no layout fits: {file}" in said
+        assert not file.exists()
 
 
-def test_a_plan_without_a_fitting_candidate_ends(arguments, cache, capsys, monkeypatch):
+def test_a_plan_without_a_fitting_candidate_ends(arguments, cache, capsys, monkeypatch, tmp_path):
     """After eight tries for each layout that was wanted, not after all of some hundred."""
     compiled = []
 
@@ -224,9 +229,11 @@ def test_a_plan_without_a_fitting_candidate_ends(arguments, cache, capsys, monke
             yield job, records.Record(records.TOO_MUCH, reason="needs 40GiB of 31GiB", needed_bytes=40 * 2**30)
 
     monkeypatch.setattr(compiling, "compile_all", too_large)
-    assert session.run(arguments("--compile", "2")) == 1
+    assert session.run(arguments("--compile", "2", "--record", str(tmp_path / "r.json"))) == 1
     assert len(compiled) == len(set(compiled)) == 16
-    assert "nothing that was compiled fits" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing that was compiled fits" in said
+    assert f"not written, because no layout fits: {tmp_path / 'r.json'}" in said
 
 
 def test_estimates_are_labeled_as_arithmetic(arguments, cache, capsys):
