@@ -16,6 +16,7 @@ from launch import flags, scaling, terminal
 from launch.check import chip_memory
 from launch.config import loader, sources
 from launch.experiment import Experiment
+from launch.plan import search
 from parallel import prediction, strategy
 from parallel.compiled import analysis, compiling, report, traffic
 from parallel.compiled.analysis import Analysis
@@ -181,11 +182,25 @@ def compile_strategies(
 
     Args:
       choices: gin files, or bindings of STRATEGY separated by semicolons.
-      bindings: gin bindings that override the experiment and the choice.
+      bindings: gin bindings that override the experiment and the choice; `PHASE = N` chooses another phase than 1.
+
+    Raises:
+      UserError: the experiment has mistakes, or the chosen phase sets its own strategy.
     """
-    loader.load(experiment, bindings=bindings, slice_name=slice_name).build()
+    config = loader.load(experiment, bindings=bindings, slice_name=slice_name)
+    own = config.build()
+    where: dict[str, Any] = {"bindings": bindings, "slice_name": slice_name}
+    search.require_bindable(experiment, config, own, **where, names=["strategy"])
+    for note in (*config.notes, *phase_notes(own)):
+        print(f"note: {note}")
     for choice in choices:
         yield _compiled(experiment, choice, [*bindings_of(choice), *bindings], slice_name)
+
+
+def phase_notes(experiment: Experiment) -> list[str]:
+    """Says which phase is meant if the experiment has several."""
+    count = len(experiment.spans())
+    return [f'this is phase 1 of {count}; --gin "PHASE = N" chooses another'] if count > 1 else []
 
 
 def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name: str) -> StrategyResult:

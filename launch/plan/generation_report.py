@@ -28,10 +28,7 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
     Raises:
       UserError: the model lacks an ability, or a batch size does not fit.
     """
-    config = loader.load(path, bindings=bindings, slice_name=slice_name)
-    for note in config.notes:
-        print(f"note: {note}")
-    experiment = config.build()
+    experiment = loader.load(path, bindings=bindings, slice_name=slice_name).build()
     bound = text_part.program_of(experiment.bind(compiling.devices_of(slices.get(experiment.slice))))
     for ability in (ExtendsCache, HasVocabulary):
         if not can(bound.model, ability):

@@ -106,8 +106,7 @@ def ask(
     config = loader.load(path, bindings=bindings, slice_name=slice_name)
     *_, first_step, last_step, experiment = config.build().spans()[0]  # PHASE = N plans another phase
     writer = Writer(config, experiment)
-    if experiment.is_one_phase:
-        _require_bindable(path, slice_name, bindings, experiment, writer)
+    require_bindable(path, config, experiment, bindings=bindings, slice_name=slice_name)
     others = sorted(set(batch_sizes) - {experiment.batch_size})
     if others and experiment.is_one_phase:
         raise UserError(
@@ -125,18 +124,35 @@ def ask(
     return Question(path, config, experiment, last_step - first_step, bindings, slice_, sizes, len(chosen))
 
 
-def _require_bindable(
-    path: str, slice_name: str, bindings: Sequence[str], experiment: Experiment, writer: Writer
+def require_bindable(
+    path: str,
+    config: LoadedConfig,
+    experiment: Experiment,
+    *,
+    bindings: Sequence[str],
+    slice_name: str,
+    names: Sequence[str] = ("strategy", "accum_steps"),
 ) -> None:
-    """Raises PhaseSetsLayoutError unless bindings can change the phase's strategy and accumulation."""
+    """Checks that bindings can change the layout of the phase that PHASE names, if it names one.
+
+    Args:
+      config, experiment: loaded from the file `path` with these bindings.
+      names: the fields of the experiment that must change.
+
+    Raises:
+      PhaseSetsLayoutError: the phase sets one of them itself.
+    """
+    if not experiment.is_one_phase:
+        return
     layouts = (Layout("fsdp", (("fsdp", -1),)), Layout("data_parallel", (("data", -1),)))
     other = next(layout for layout in layouts if layout.strategy() != experiment.strategy)
     wanted = Candidate(other, None, 2 if experiment.accum_steps == 1 else 1, experiment.batch_size)
-    made = changes.load(path, writer.bindings(wanted), bindings=bindings, slice_name=slice_name).build()
-    if kept := [name for name in ("strategy", "accum_steps") if getattr(made, name) == getattr(experiment, name)]:
+    added = Writer(config, experiment).bindings(wanted)
+    made = changes.load(path, added, bindings=bindings, slice_name=slice_name).build()
+    if kept := [name for name in names if getattr(made, name) == getattr(experiment, name)]:
         raise PhaseSetsLayoutError(
-            f"the phase sets {' and '.join(kept)} itself, so candidates cannot be bound: take it out of the phase for "
-            "the plan, and set what the plan finds"
+            f"the phase sets {' and '.join(kept)} itself, so no other can be bound: take it out of the phase, compare, "
+            "and set what is best"
         )
 
 

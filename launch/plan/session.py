@@ -15,7 +15,17 @@ from core.files import paths
 from core.hosts import exit_codes
 from launch import flags, program_identity, terminal
 from launch.config import loader
-from launch.plan import compiling, explain, generation_report, ranking, search, slice_ranking, winner_bars
+from launch.experiment import Span
+from launch.plan import (
+    compiled_report,
+    compiling,
+    explain,
+    generation_report,
+    ranking,
+    search,
+    slice_ranking,
+    winner_bars,
+)
 from launch.plan.compiling import Job
 from launch.plan.search import Option, Question
 from parallel.planning import arithmetic, calibration, candidates, records, selection
@@ -35,9 +45,8 @@ _ARITHMETIC_ROWS = 20
 _TRIES = 8  # at most this multiple of the wanted candidates is compiled; compiling those that do not fit is quick
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace, spans: Sequence[Span]) -> int:
     names = slice_ranking.names(args.slice)
-    spans = loader.load(args.experiment, bindings=args.gin, slice_name=names[0]).build().spans()
     if len(names) > 1:
         if len(spans) > 1:
             raise UserError(f'{args.experiment} has {len(spans)} phases: add --gin "PHASE = N" to compare slices')
@@ -68,12 +77,6 @@ def _plan(args: argparse.Namespace) -> int:
         if code == exit_codes.INTERRUPTED:
             break
     return code if planned else 1
-
-
-def _note_phase(args: argparse.Namespace) -> None:
-    spans = loader.load(args.experiment, bindings=args.gin, slice_name=args.slice).build().spans()
-    if len(spans) > 1:
-        print(f'note: this is phase 1 of {len(spans)}; --gin "PHASE = N" chooses another')
 
 
 def _plan_one(args: argparse.Namespace) -> int:
@@ -384,14 +387,17 @@ def run(args: argparse.Namespace) -> int:
     for name, taken in _TAKEN.items():
         if getattr(args, name) and (idle := [flag for flag in given if flag not in taken]):
             raise UserError(f"{', '.join(idle)}: only for a plan; --{name} takes no option but {', '.join(taken)}")
-    if args.explain is not None or args.generate:
-        _note_phase(args)
-    if args.explain is not None:
-        return explain.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
     if args.arithmetic and args.record:
         raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
     if args.cached and args.fresh:
         raise UserError("--fresh compiles everything again, and --cached compiles nothing: give one of them")
+    config = loader.load(args.experiment, bindings=args.gin, slice_name=names[0])
+    experiment = config.build()
+    is_of_one_phase = args.explain is not None or args.generate
+    for note in (*config.notes, *(compiled_report.phase_notes(experiment) if is_of_one_phase else ())):
+        print(f"note: {note}")
+    if args.explain is not None:
+        return explain.explain(args.experiment, args.explain, slice_name=args.slice, bindings=args.gin)
     if args.generate:
         where = {"slice_name": args.slice, "bindings": args.gin}
         found = generation_report.predict(args.experiment, **where, batch_sizes=args.batch_size)
@@ -399,4 +405,4 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
             print(f"written: {args.json}")
         return exit_codes.DONE
-    return _plan(args)
+    return _plan(args, experiment.spans())

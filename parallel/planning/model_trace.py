@@ -25,7 +25,7 @@ from core.types import Batch, ChoosesDtype, ChoosesKernels, CouplesRows, Model, 
 from parallel import strategy
 from parallel.planning import candidates, kernel_flops
 
-EMBEDDING, OUTPUT = ("vocab", "embed"), ("embed", "vocab")  # axes; without an output matrix, the embedding is used
+EMBEDDING, OUTPUT = ("vocab", "embed"), ("embed", "vocab")  # axes of the matrices before and after the layers
 _CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from core import slices
+from core.errors import UserError
 from launch import __main__ as cli
 from launch.plan import compiled_report
 from parallel import prediction
@@ -137,6 +138,25 @@ def test_a_strategy_that_does_not_fit_has_its_need_in_place_of_a_peak(monkeypatc
     (row,) = [line.split("|")[1:] for line in said.splitlines() if line.startswith("| data_parallel")]
     assert row[3].strip() == f"{cell}, too much"
     assert f"data_parallel: does not fit: needs {needed} of 30.75GiB" in said
+
+
+def test_strategies_are_compared_for_one_phase(monkeypatch, capsys):
+    def too_large(program):
+        raise OutOfHbmError("too much", needed="40.25GiB", present="30.75GiB")
+
+    monkeypatch.setattr(compiled_report.analysis, "analyze", too_large)
+    where = {"choices": ["gin/strategies/fsdp.gin"], "slice_name": "v4-16"}
+    list(compiled_report.compile_strategies("gin/quickstart_phases.gin", **where, bindings=[]))
+    assert 'note: this is phase 1 of 2; --gin "PHASE = N" chooses another' in capsys.readouterr().out
+    second = ["PHASE = 2"]
+    (found,) = compiled_report.compile_strategies("gin/quickstart_phases.gin", **where, bindings=second)
+    assert {field.shape for field in found.program.spec.values()} == {(8, 256)}
+    assert capsys.readouterr().out == ""
+    own = ["from parallel import strategies", "long/experiment.Phase.strategy = @strategies.data_parallel()"]
+    with pytest.raises(UserError, match="the phase sets strategy itself, so no other can be bound"):
+        list(compiled_report.compile_strategies("gin/quickstart_phases.gin", **where, bindings=[*second, *own]))
+    layers = [*second, "long/experiment.Phase.accum_steps = 2"]
+    assert list(compiled_report.compile_strategies("gin/quickstart_phases.gin", **where, bindings=layers))
 
 
 @pytest.mark.slow  # the test above is quick
