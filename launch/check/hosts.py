@@ -129,10 +129,10 @@ def hbm(config: LoadedConfig, experiment: Experiment, *, limit_bytes: int | None
         fix = f"launch/run report {experiment.slice} EXPERIMENT.gin --compile says what it needs"
         said = f"this experiment is not compiled yet; available: {there}"
         return Finding("HBM", True, Problem(said, fix=fix), is_note=True)
-    need = record["memory"]["peak_bytes"]
-    said = f"{need / GIB:.3g} GiB needed (compiled) of {there}"
-    if need <= have:
-        return Finding("HBM", True, said)
+    need, is_bound = record["memory"]["peak_bytes"], record["memory"].get("peak_is_bound", False)
+    said = f"{'at most ' if is_bound else ''}{need / GIB:.3g} GiB needed (compiled) of {there}"
+    if need <= have or is_bound:
+        return Finding("HBM", True, said, is_note=need > have)
     fix = "more chips, fsdp or tensor, remat = 'full', or accum_steps: launch/run plan finds what fits"
     return Finding("HBM", False, Problem(said, fix=fix))
 

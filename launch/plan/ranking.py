@@ -63,8 +63,8 @@ def cells(row: CandidateMetrics) -> list[str]:
     return [
         row.name + (" (as written)" if row.is_as_written and not row.name.startswith("as written") else ""),
         str(row.rows),
-        f"{row.used_bytes / GIB:.2f}",
-        f"{row.free_bytes / GIB:.2f}",
+        row.used("{:.2f}"),
+        f"{'≥ ' if row.used_is_bound else ''}{row.free_bytes / GIB:.2f}",
         between(row.step_seconds, "{:.3g}"),
         "–" if row.scheduled_seconds is None else f"{row.scheduled_seconds:.3g}",
         between(row.tokens_per_second, "{:,.0f}"),
@@ -170,7 +170,7 @@ def header(question: Question, best: CandidateMetrics, *, label: str) -> list[st
     return [
         f"{best.name}: the fastest of a plan for {question.slice.name}, for {question.config.experiment}.",
         f"{units.counted(best.rows, 'row')} x {tokens}: "
-        f"{best.used_bytes / GIB:.2f} GiB of {chip.usable_hbm_bytes / GIB:.2f} per {chip.unit}, "
+        f"{best.used('{:.2f}')} GiB of {chip.usable_hbm_bytes / GIB:.2f} per {chip.unit}, "
         f"{between(best.step_seconds, '{:.3g}')} s a step{mfu}",
         f"({label}).",
         "Include it after the experiment's own choices, or give it as --gin \"include 'FILE'\".",

@@ -261,6 +261,7 @@ def metrics(question: Question, option: Option, record: Record | None = None) ->
         steps=question.steps(rows),
         flops=flops * rows / experiment.batch_size if flops else None,
         used_bytes=record.needed_bytes if record else estimate.peak_bytes,
+        used_is_bound=record is not None and record.needed_is_bound,
         time=record.time if record and record.time else estimate.time,
         bubble=record.bubble if record else estimate.bubble,
         compile_seconds=record.compile_seconds if record else None,

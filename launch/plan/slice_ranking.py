@@ -52,7 +52,7 @@ class Choice:
             str(best.slice.chips),
             best.name,
             str(best.rows),
-            f"{best.used_bytes / GIB:.1f} of {best.slice.chip.usable_hbm_bytes / GIB:.4g}",
+            f"{best.used('{:.1f}')} of {best.slice.chip.usable_hbm_bytes / GIB:.4g}",
             between(best.step_seconds, "{:.3g}"),
             between(best.hours, "{:,.1f}"),
             between(self.chip_hours, "{:,.0f}"),

@@ -27,7 +27,7 @@ def lines(best: CandidateMetrics, hbm: Mapping[str, float]) -> list[str]:
     time.append(("traffic that is not hidden" if compiled else "traffic, if none is hidden", unhidden))
     have, unit = best.slice.chip.usable_hbm_bytes, best.slice.chip.unit
     return [
-        f"HBM   |{_bar(_largest(memory), have)}| {best.used_bytes / GIB:.1f} of {have / GIB:.1f} GiB a {unit}",
+        f"HBM   |{_bar(_largest(memory), have)}| {best.used('{:.1f}')} of {have / GIB:.1f} GiB a {unit}",
         f"      {_legend(_largest(memory), 1 / GIB)}",
         f"step  |{_bar(_largest(time), sum(spent for _, spent in time))}| ms, predicted",
         f"      {_legend(_largest(time), 1e3)}",

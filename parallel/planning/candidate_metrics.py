@@ -6,7 +6,7 @@ A `Range` has two values: that of the faster case, then that of the slower one.
 import dataclasses
 from typing import Any
 
-from core.slices import Slice
+from core.slices import GIB, Slice
 from parallel.planning import calibration
 from parallel.planning.cost import StepTime
 
@@ -20,6 +20,7 @@ class CandidateMetrics:
     Attributes:
       name: such as `fsdp: fsdp 16, remat full`.
       flops: FLOPs of the model in a step, without recomputation; None if unknown.
+      used_is_bound: whether the step may use less HBM than `used_bytes` at the peak.
       bubble: idle share of a pipeline's time, 0 to 1.
       compile_seconds: None if the metrics are from arithmetic.
       rows, tokens: of a step; `steps` is of the run.
@@ -36,6 +37,11 @@ class CandidateMetrics:
     bubble: float
     compile_seconds: float | None
     is_as_written: bool
+    used_is_bound: bool = False
+
+    def used(self, form: str) -> str:
+        """Formats the GiB of HBM in use at the peak: `≤ 27.4` if it is a bound; `form` is such as `{:.1f}`."""
+        return f"{'≤ ' if self.used_is_bound else ''}{form.format(self.used_bytes / GIB)}"
 
     @property
     def free_bytes(self) -> float:
@@ -78,7 +84,7 @@ class CandidateMetrics:
         """Returns figures of the candidate as JSON values."""
         names = (
             *("name", "rows", "used_bytes", "free_bytes", "step_seconds", "scheduled_seconds", "tokens_per_second"),
-            *("mfu", "hours", "bubble", "compile_seconds", "is_as_written"),
+            *("mfu", "hours", "bubble", "compile_seconds", "is_as_written", "used_is_bound"),
         )
         return {name: getattr(self, name) for name in names} | {"time": self.time.as_json()}
 

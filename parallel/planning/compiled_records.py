@@ -39,6 +39,7 @@ def record(bound: Program) -> Record:
     return Record(
         records.COMPILED,
         needed_bytes=found.compiled.peak_bytes,
+        needed_is_bound=found.compiled.peak_is_bound,
         state_bytes=found.compiled.argument_bytes,
         time=cost.step_time(found, bound),
         bubble=schedule.bubble(bound.partitioner.shape["stage"]) if schedule else 0.0,

@@ -43,6 +43,7 @@ class Record:
     Attributes:
       status: COMPILED, TOO_MUCH, REFUSED, or FAILED (never stored).
       needed_bytes: HBM of a chip at the peak, or what the compiler says is needed if it does not fit; else 0.
+      needed_is_bound: whether a compiled step may need less than `needed_bytes`.
       state_bytes: state and batch, included in `needed_bytes`.
       time: time of a step; None unless the status is COMPILED.
       made_with: versions, digests of sources and program, git revision.
@@ -52,6 +53,7 @@ class Record:
     status: str
     reason: str = ""
     needed_bytes: float = 0.0
+    needed_is_bound: bool = False
     state_bytes: float = 0.0
     time: StepTime | None = None
     bubble: float = 0.0
@@ -68,10 +70,10 @@ class Record:
         return dataclasses.replace(self, status=TOO_MUCH, reason=reason, time=None)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the record as JSON values, without `is_committed`."""
+        """Returns the record as JSON values, without `is_committed`, and without `needed_is_bound` if it is False."""
         plain = vars(self) | {"warnings": list(self.warnings), "time": self.time and self.time.as_json()}
         del plain["is_committed"]
-        return plain
+        return plain if self.needed_is_bound else {k: v for k, v in plain.items() if k != "needed_is_bound"}
 
 
 def from_json(plain: Mapping[str, Any], *, is_committed: bool = False) -> Record:

@@ -250,3 +250,9 @@ def test_hbm_is_that_of_the_record(monkeypatch):
     assert hosts.hbm(config, experiment, limit_bytes=need).ok
     other = loader.load("gin/valkyrie_7b.gin", bindings=["LENGTH = 1024"])
     assert hosts.hbm(other, other.build(), limit_bytes=None).is_note
+    bound = {"memory": {"peak_bytes": need, "peak_is_bound": True}}  # with arrays on the host
+    monkeypatch.setattr(predictions, "find", lambda *_: bound)
+    row = hosts.hbm(config, experiment, limit_bytes=need - 1)
+    assert (row.ok, row.is_note) == (True, True)
+    assert str(row.detail).startswith("at most ")
+    assert not hosts.hbm(config, experiment, limit_bytes=need).is_note

@@ -192,6 +192,17 @@ def test_missing_candidates_are_compiled_until_enough_fit(arguments, filled, opt
     assert all(job.candidate for job in started)
 
 
+def test_a_peak_that_is_a_bound_is_shown_as_one(arguments, cache, options, keep, compiled_as, capsys, tmp_path):
+    """As where a step keeps arrays on the host."""
+    first = next(one for one in selection.order(options, wanted=1, usable_bytes=math.inf))
+    keep(first.text, dataclasses.replace(compiled_as(first), needed_bytes=12.5 * 2**30, needed_is_bound=True))
+    assert session.run(arguments("--cached", "--wide", "--write", str(tmp_path / "best.gin"))) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\| +≤ 12\.50 +\| +≥ 18\.25 \|", said)
+    assert "≤ 12.5 of 30.8 GiB a chip" in said
+    assert "≤ 12.50 GiB of 30.75 per chip" in (tmp_path / "best.gin").read_text()
+
+
 def test_a_plan_without_records_and_without_compiling(arguments, cache, capsys):
     assert session.run(arguments("--cached")) == 1
     assert "nothing was compiled for v4-8" in capsys.readouterr().out
