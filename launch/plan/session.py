@@ -266,13 +266,15 @@ def _show(question: Question, session: _Session, args: argparse.Namespace, *, is
     elif args.record:
         records.commit(args.record, ((one.text, record) for one, record in session.found))
         print(f"written: {args.record}")
-    _finish(question, ranked[0][0], session.options, rows, args, label=label)
+    misfits = {one.candidate for one, record in session.found if record.time is None}
+    others = [one for one in session.options if one.candidate not in misfits]
+    _finish(question, ranked[0][0], others, rows, args, label=label)
     return 0
 
 
 def _say_not_written(args: argparse.Namespace) -> None:
     for path in filter(None, (args.write, args.json, args.record)):
-        print(f"not written, because no layout fits: {path}")
+        print(f"not written, because no layout was found to fit: {path}")
 
 
 def _compiler_warnings(found: search.Compiled) -> list[str]:

@@ -192,6 +192,21 @@ def test_missing_candidates_are_compiled_until_enough_fit(arguments, filled, opt
     assert all(job.candidate for job in started)
 
 
+def test_a_layout_that_was_found_not_to_fit_is_not_compared_with_the_winner(
+    arguments, cache, options, keep, compiled_as, capsys
+):
+    possible = [one for one in options if one.estimate and not one.reason]
+    best = next(one for one in possible if not one.estimate.bubble)
+    first, second = [one for one in possible if one.estimate.bubble][:2]
+    keep(best.text, compiled_as(best))
+    assert session.run(arguments("--cached")) == 0
+    assert f"fastest with a pipeline, by arithmetic: {first.name}," in capsys.readouterr().out
+    too_much = records.Record(records.TOO_MUCH, reason="needs 31.2GiB of 30.75GiB", needed_bytes=31.2 * 2**30)
+    keep(first.text, too_much)
+    assert session.run(arguments("--cached")) == 0
+    assert f"fastest with a pipeline, by arithmetic: {second.name}," in capsys.readouterr().out
+
+
 def test_a_peak_that_is_a_bound_is_shown_as_one(arguments, cache, options, keep, compiled_as, capsys, tmp_path):
     """As where a step keeps arrays on the host."""
     first = next(one for one in selection.order(options, wanted=1, usable_bytes=math.inf))
@@ -225,7 +240,7 @@ def test_nothing_fits(arguments, cache, capsys, tmp_path):
     assert "rejected, rows do not divide: " in said
     assert "no candidate fits v4-8: most often: rows do not divide; the reasons above say which numbers do" in said
     for file in files:
-        assert f"not written, because no layout fits: {file}" in said
+        assert f"not written, because no layout was found to fit: {file}" in said
         assert not file.exists()
 
 
@@ -244,7 +259,7 @@ def test_a_plan_without_a_fitting_candidate_ends(arguments, cache, capsys, monke
     assert len(compiled) == len(set(compiled)) == 16
     said = capsys.readouterr().out
     assert "nothing that was compiled fits" in said
-    assert f"not written, because no layout fits: {tmp_path / 'r.json'}" in said
+    assert f"not written, because no layout was found to fit: {tmp_path / 'r.json'}" in said
 
 
 def test_estimates_are_labeled_as_arithmetic(arguments, cache, capsys):
