@@ -30,6 +30,7 @@ HOME = environment.WORKSPACE / "gin" / "trm"
 NUMBERED = ("exp", "contrib")  # `all` stands for the groups with these prefixes
 LOCATION = ("DATA", "SLICE")  # settings that say where an experiment runs, not what it is
 _LAST_LINES = 5
+_STOPPED = (exit_codes.PREEMPTED, exit_codes.INTERRUPTED)
 
 
 class State(enum.Enum):
@@ -290,7 +291,7 @@ class Suite:
                 self._print(entry)
                 continue
             code = self._run(entry, requested)
-            if requested or code in (exit_codes.PREEMPTED, exit_codes.INTERRUPTED):
+            if requested or code in _STOPPED:
                 return requested[0] if requested else code
         return int(any(self.failed(entry) for entry in self.entries))
 
@@ -307,8 +308,9 @@ class Suite:
         with log.open("w") as out:
             code = supervise.run_child(self.mode.command(entry), requested, output=out)
         minutes = (time.monotonic() - began) / 60
-        state = State.DONE if code == 0 else State.UNFINISHED if requested else State.FAILED
-        ended = "done" if code == 0 else "stopped" if requested else f"failed with exit code {code}"
+        is_stopped = bool(requested) or code in _STOPPED
+        state = State.DONE if code == 0 else State.UNFINISHED if is_stopped else State.FAILED
+        ended = "done" if code == 0 else "stopped" if is_stopped else f"failed with exit code {code}"
         self.status[entry.id] = Status(state, f"{ended} after {minutes:.1f} min")
         self._print(entry)
         return code

@@ -152,6 +152,9 @@ def test_a_directory_of_another_experiment_is_refused(suite):
 def test_a_preempted_run_ends_the_suite(suite):
     stopped = suite(Fake(codes=(("a", exit_codes.PREEMPTED),)))
     assert stopped.run() == exit_codes.PREEMPTED
+    state, said = stopped.status["mine/a"]
+    assert state == State.UNFINISHED  # the same command resumes it
+    assert said.startswith("stopped after ")
     assert stopped.status["mine/b"].text == "waiting"
 
 
