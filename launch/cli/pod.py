@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import posixpath
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -249,6 +250,8 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
             f"--restarts with the run directory {run_directory}: a recreated TPU has empty disks, so there "
             "would be no checkpoint to resume from. Give --run-dir gs://BUCKET/…"
         )
+    directory = args.run_dir or _from_workspace(run_directory)
+    _require_kept(directory)
     experiment = workstation.shipped_path(args.experiment, workspace=environment.WORKSPACE)
     sent = environment.sent()
     if sent.left_out:
@@ -264,9 +267,7 @@ def _from_workstation(args: argparse.Namespace, slice_: slices.Slice, tpus: Sequ
         return 0
     options = flags.passed_on(args, "--gin", "--steps", "--check", "--tune", *(["--restarts"] if args.restarts else []))
     variables = [f"{name}={value}" for name, value in sent.variables.items()]
-    job = workstation.Run(
-        [slice_.name, experiment, *options], args.run_dir or _from_workspace(run_directory), variables
-    )
+    job = workstation.Run([slice_.name, experiment, *options], directory, variables)
 
     def start() -> int:
         return workstation.start(tpus, slice_=slice_, run=job, workspace=environment.WORKSPACE, dry_run=args.dry_run)
@@ -317,6 +318,17 @@ def _from_workspace(directory: str) -> str:
     """Returns a directory inside the workspace relative to it: the hosts' workspace is at another path."""
     path = Path(directory)
     return str(path.relative_to(environment.WORKSPACE)) if path.is_relative_to(environment.WORKSPACE) else directory
+
+
+def _require_kept(directory: str) -> None:
+    """Raises UserError if the next start would delete a run directory of a host together with the shipped workspace."""
+    inside = posixpath.normpath(directory.removeprefix(workstation.HOME))
+    is_inside = directory.startswith(workstation.HOME) or not directory.startswith(("/", "~"))
+    if not paths.is_remote(directory) and is_inside and inside.partition("/")[0] != workstation.KEPT:
+        raise UserError(
+            f"--run-dir {directory}: this is in the shipped workspace, which each start replaces, except for "
+            f"{workstation.KEPT}/. Give --run-dir gs://BUCKET/…, {workstation.KEPT}/NAME or a directory outside"
+        )
 
 
 def _become(arguments: list[str]) -> int:

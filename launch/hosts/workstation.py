@@ -24,6 +24,8 @@ from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("logs", "status", "stop", "tensorboard")
 TENSORBOARD_PORT = 6006
+HOME = "~/renga/"  # the shipped workspace
+KEPT = "runs"  # folder in it that a start keeps; on_host.sh has the same name
 _ARCHIVE = "renga.tar.gz"  # both are in the home directory of every host
 _STATE = ".renga"
 MOST_BYTES = 50 * 2**20  # size of the files to ship, before compression: code and settings, but no weights or data

@@ -286,6 +286,21 @@ def test_a_dry_run_of_a_check_that_is_not_sent_to_a_tpu_is_an_error(place, calls
     assert not calls
 
 
+@pytest.mark.parametrize("directory", ["first", "./first/runs", "runs/../first", "~/renga/first"])
+def test_a_run_directory_that_the_next_start_would_delete_is_refused(place, calls, capsys, directory):
+    """A start replaces the workspace on the host, in which relative directories are."""
+    argv = ["pod", "v4-8", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--dry-run", "--run-dir"]
+    assert cli.main([*argv, directory]) == 2
+    said = capsys.readouterr().err
+    assert f"--run-dir {directory}: this is in the shipped workspace, which each start replaces" in " ".join(
+        said.split()
+    )
+    assert not calls
+    kept = ["runs/first", "~/renga/runs/first", "~/first", "/disk/first"]
+    assert [cli.main([*argv, one]) for one in kept] == [0] * 4
+    assert [told for *_, told, _ in calls] == kept
+
+
 def test_hosts_with_disks_of_their_own_need_a_run_directory(place, calls, capsys):
     argv = ["--tpu", "t", "--zone", "z", "--dry-run"]
     assert cli.main(["pod", "v4-16", "gin/quickstart.gin", *argv]) == 2
