@@ -144,8 +144,27 @@ def devices_of(slice: Slice) -> list[jax.Device]:
     """Returns devices to which a program for the slice can be bound without its hardware.
 
     They are libtpu's descriptions of TPU devices, or CPU devices.
+
+    Raises:
+      UserError: this process already has fewer CPU devices.
     """
-    return topology_devices(slice) if slice.is_tpu else jax.devices("cpu")[: slice.devices]
+    if slice.is_tpu:
+        return topology_devices(slice)
+    provide_cpu_devices(slice.devices)
+    return jax.devices("cpu")[: slice.devices]
+
+
+def provide_cpu_devices(count: int) -> None:
+    """Makes JAX create at least `count` CPU devices; raises UserError if it has created fewer."""
+    try:
+        if jax.config.values["jax_num_cpu_devices"] < count:
+            jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:  # they exist
+        if len(jax.devices("cpu")) < count:
+            raise UserError(
+                f"{count} devices are needed, and a module of the experiment used a device when it was imported (an "
+                f"array, jax.random.key …), which fixes their number: set JAX_NUM_CPU_DEVICES={count}"
+            ) from error
 
 
 def topology_devices(slice: Slice) -> list[jax.Device]:

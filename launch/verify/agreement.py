@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ from launch.hosts import cluster, simulate
 from launch.runs import smoke
 from launch.verify import agreement_report, own_model
 from models.agreement_subjects import MODELS, ROWS, batches_for, optimizer_name, optimizer_of
-from parallel.verify import agreement
+from parallel import mesh
+from parallel.verify import agreement, recording
 from parallel.verify.agreement import EXAMPLES, ONE_DEVICE, Apart, Batch, Example, Subject
 
 COMMAND = ("layouts", "agreement")
@@ -90,6 +91,8 @@ def measure_played(
             argv = [*command, "--into", str(folder), "--record", *names]
             played = slices.get(slice_name).shared_by(processes)
             if code := simulate.run(played, command=argv, log_directory=folder / f"logs_{slice_name}"):
+                if code >= 128:  # a signal: this process ends with the same code
+                    raise SystemExit(code)
                 raise UserError(f"{processes} processes of {slice_name} could not be run (exit code {code})")
         for name in examples:
             with np.load(folder / f"{name}.npz") as leaves:
@@ -116,7 +119,7 @@ def record(subject: Subject, examples: Mapping[str, Example], *, steps: int, int
         mine = list(program.partitioner.data_layout(batch_size(data[0])).rows)
         trajectory = agreement.run(program, [{k: a[mine] for k, a in batch.items()} for batch in data])
         if host.is_zero:
-            np.savez(into / f"{name}.npz", *jax.tree.leaves(trajectory))
+            np.savez(into / f"{name}.npz", *map(recording.storable, jax.tree.leaves(trajectory)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if args.only and args.slice:
         raise UserError(f"--slice {args.slice} is not valid with --only, whose strategies have slices of their own")
     examples: Mapping[str, Example] = {name: EXAMPLES[name] for name in args.only or EXAMPLES}
-    _provide_devices(examples.values())
+    mesh.provide_cpu_devices(max(slices.get(example.slice).devices for example in examples.values()))
     subject, experiment, examples, optimizer, modules = _compared(args, examples)
     if args.into:
         record(subject, {n: examples[n] for n in args.record}, steps=args.steps, into=args.into)
@@ -216,7 +219,7 @@ def _compared(args: argparse.Namespace, examples: Mapping[str, Example]) -> _Com
         modules = program_identity.own_modules(experiment, config)
         if not args.only:
             examples = {experiment.strategy.name: Example(experiment.slice, experiment.strategy)}
-            _provide_devices(examples.values())
+            mesh.provide_cpu_devices(max(slices.get(example.slice).devices for example in examples.values()))
         experiment = sized(experiment, examples)
     elif args.model and args.model not in MODELS:
         model, task = own_model.load(args.model)
@@ -250,15 +253,3 @@ def _model(text: str) -> str:
     if text in MODELS or (module and colon and function.isidentifier()):
         return text
     raise argparse.ArgumentTypeError(f"{text}: expected {', '.join(MODELS)}, or MODULE:FUNCTION such as mine:build")
-
-
-def _provide_devices(examples: Iterable[Example]) -> None:
-    needed = max(slices.get(example.slice).devices for example in examples)
-    try:
-        if jax.config.values["jax_num_cpu_devices"] < needed:
-            jax.config.update("jax_num_cpu_devices", needed)
-    except RuntimeError as error:
-        raise UserError(
-            f"{needed} devices are needed, and a module of the experiment used a device when it was imported (an "
-            f"array, jax.random.key …), which fixes their number: set JAX_NUM_CPU_DEVICES={needed}"
-        ) from error

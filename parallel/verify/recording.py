@@ -101,16 +101,16 @@ class _Forward:
         count = 0
         for before, layers in agreement.gather_to_hosts(self._program, seen):
             for path, x in jax.tree_util.tree_leaves_with_path(before):
-                found.setdefault(("embedding", _residual(path)), _storable(x))
+                found.setdefault(("embedding", _residual(path)), storable(x))
             streams = jax.tree_util.tree_leaves_with_path(layers)
             for layer in zip(*(every for _, every in streams), strict=True):
                 found |= {
-                    (f"layer {count}", _residual(path)): _storable(x)
+                    (f"layer {count}", _residual(path)): storable(x)
                     for (path, _), x in zip(streams, layer, strict=True)
                 }
                 count += 1
         if logits is not None:
-            found["head", "logits"] = _storable(agreement.gather_to_hosts(self._program, logits))
+            found["head", "logits"] = storable(agreement.gather_to_hosts(self._program, logits))
         return found
 
 
@@ -213,7 +213,7 @@ def _dependencies(jaxpr: Any) -> set[Var]:
 
 def _named(program: Program, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(agreement.gather_to_hosts(program, tree)):
-        yield parameters.path_name(path), _storable(leaf)
+        yield parameters.path_name(path), storable(leaf)
 
 
 def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any, num_first: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -228,7 +228,7 @@ def _axes_leaves(axes: Any) -> list[tuple[str | None, ...]]:
     return [leaf.names for leaf in jax.tree.leaves(axes)]
 
 
-def _storable(a: Any) -> np.ndarray:
+def storable(a: Any) -> np.ndarray:
     """Converts to an array that numpy can save: floating-point types of less than 4 bytes become float32."""
     a = np.asarray(a)
     return a.astype(np.float32) if a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating) else a

@@ -13,7 +13,9 @@ from launch import environment, program_identity, terminal
 from launch.config import loader
 from launch.verify import agreement
 from models import agreement_subjects
-from parallel import strategies
+from parallel import mesh, strategies
+from parallel.verify import agreement as parallel_agreement
+from parallel.verify import recording
 from parallel.verify.agreement import EXAMPLES, Difference, Example, StrategyRow, Subject, exceeding, tolerance
 
 OUTSIDE = environment.WORKSPACE / "tests" / "outside"
@@ -181,10 +183,10 @@ def test_the_optimizer_of_an_experiment_is_named_by_its_statements():
 
 def test_devices_for_the_largest_slice():
     assert jax.device_count() == 16  # initializes them
-    agreement._provide_devices(EXAMPLES.values())
+    mesh.provide_cpu_devices(16)
     examples = {"own": Example("v4-64", strategies.fsdp())}
     with pytest.raises(ValueError, match=r"32 devices are needed, .*: set JAX_NUM_CPU_DEVICES=32"):
-        agreement._provide_devices(examples.values())
+        mesh.provide_cpu_devices(32)
     assert agreement.rows_for(EXAMPLES) == 16
     assert agreement.rows_for(examples) == 32
 
@@ -228,6 +230,22 @@ def agree_when_played(names, *, steps, processes, model=agreement_subjects.MODEL
     for name, apart in found.items():
         assert not exceeding(name, apart)
         assert apart["gradients"].ulp > 0, name  # it was another computation
+
+
+def test_what_a_process_saves_is_compared_in_every_dtype(tmp_path):
+    """Frozen parameters are in bfloat16, which a file of numpy does not know."""
+    arrays = [np.array(jax.numpy.full(3, 1.25, dtype)) for dtype in ("bfloat16", "float8_e4m3fn", "float32", "int32")]
+    np.savez(tmp_path / "a.npz", *map(recording.storable, arrays))
+    with np.load(tmp_path / "a.npz") as leaves:
+        found = [leaves[key] for key in leaves.files]
+    assert parallel_agreement.difference(found, arrays).absolute == 0
+
+
+def test_processes_that_a_signal_ended_end_the_command_with_its_code(monkeypatch):
+    monkeypatch.setattr(agreement.simulate, "run", lambda *args, **options: 130)
+    with pytest.raises(SystemExit) as ended:
+        agree_when_played(["fsdp"], steps=1, processes=2)
+    assert ended.value.code == 130
 
 
 @pytest.mark.slow
