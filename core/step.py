@@ -157,7 +157,7 @@ def train_step(
 def _means(grads: Params, out: LossOutput) -> tuple[Params, jax.Array]:
     """The divisor is the sum of weights, or 1 without weight."""
     weight = jnp.where(out.weight_sum > 0, out.weight_sum, 1.0)
-    return jax.tree.map(lambda g: g / weight, grads), out.loss_sum / weight
+    return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads), out.loss_sum / weight
 
 
 def _learning_rate(optimizer: Optimizer, state: TrainState, after: Any) -> dict[str, jax.Array]:
@@ -227,7 +227,7 @@ def answer_step(
         else:
             _, out = model.loss(params, model.init_carry(batch), rng, batch, is_training=False)
             answers = {}
-        return {"loss": WeightedSum(out.loss_sum, out.weight_sum), **out.metrics}, answers
+        return {**out.metrics, "loss": WeightedSum(out.loss_sum, out.weight_sum)}, answers
 
     return run
 

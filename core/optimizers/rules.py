@@ -15,7 +15,7 @@ import optax.contrib
 from core import parameters
 from core.errors import UserError
 from core.optimizers import schedules
-from core.optimizers.base import Optimizer, Rule, nodes, trained_by
+from core.optimizers.base import Optimizer, Rule, Transformation, as_optimizer, nodes, trained_by
 from core.optimizers.schedules import Schedule
 from core.parameters import ParamSpec, Specs
 from core.types import Params
@@ -143,8 +143,8 @@ def adam_atan2(*, b1: float = 0.9, b2: float = 0.95) -> Rule:
     """
 
     def init(params: Params) -> Atan2State:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return Atan2State(jnp.zeros((), jnp.int32), zeros, zeros)
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))  # two buffers: a step may donate both
+        return Atan2State(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(grads: Params, state: Atan2State, params: Any = None) -> tuple[Params, Atan2State]:
         del params
@@ -165,7 +165,7 @@ class AverageState(NamedTuple):
     average: Params
 
 
-def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
+def averaged(*, optimizer: Optimizer | Transformation, decay: float = 0.999) -> Optimizer:
     """Adds an average of the trained parameters to an optimizer; `evaluated` returns the averages.
 
         average <- decay * average + (1 - decay) * parameters        after every update
@@ -179,6 +179,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
       UserError: decay is out of range; in `init`, the optimizer averages already.
     """
     schedules.check_ranges("averaged", decay=decay)
+    optimizer = as_optimizer(optimizer)
 
     def complete(specs: Specs) -> optax.GradientTransformationExtraArgs:
         rule = optax.with_extra_args_support(optimizer.rule(specs))
@@ -197,7 +198,7 @@ def averaged(*, optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
                     f"averaged: the optimizer already averages its parameters ({found[0]}); use it alone, because "
                     "evaluation reads one average"
                 )
-            return AverageState(inner, kept(params))
+            return AverageState(inner, jax.tree.map(jnp.copy, kept(params)))  # a step may donate both
 
         def update(grads: Params, state: AverageState, params: Params, **extra: Any) -> tuple[Params, AverageState]:
             updates, inner = rule.update(grads, state.inner, params, **extra)
@@ -216,7 +217,7 @@ class SignState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # [], int32, steps done; hides tuple.count
 
 
-def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float = 1.0) -> Optimizer:
+def with_table(*, dense: Optimizer | Transformation, learning_rate: Schedule, weight_decay: float = 1.0) -> Optimizer:
     """Uses sign updates for the touched rows of trained parameters of kind "table", `dense` for others.
 
     A table may have a million rows, of which a step uses a few hundred. Moments would triple its memory, and weight
@@ -233,9 +234,10 @@ def with_table(*, dense: Optimizer, learning_rate: Schedule, weight_decay: float
       weight_decay: of touched rows, at least 0; multiplied by the learning rate of tables.
 
     Raises:
-      UserError: `dense` averages, `weight_decay` is wrong, or, when bound, no table is trained.
+      UserError: `dense` averages, an argument is wrong, or, when bound, no table is trained.
     """
-    schedules.check_ranges("with_table", weight_decay=weight_decay)
+    schedules.check_ranges("with_table", learning_rate=learning_rate, weight_decay=weight_decay)
+    dense = as_optimizer(dense)
     if dense.averages is not None:
         raise UserError("with_table: `dense` averages; reverse the order: averaged(optimizer=with_table(…))")
 

@@ -106,8 +106,10 @@ def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Sched
       boundaries: for each schedule but the first, the step at which it begins; ascending, above 0.
 
     Raises:
-      UserError: `boundaries` has the wrong length or order, or a step below 1.
+      UserError: `boundaries` has the wrong length or order, or a step below 1; or a schedule is none.
     """
+    for schedule in schedules:
+        check_ranges("joined", learning_rate=schedule)
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted({step for step in boundaries if step > 0}):
         raise UserError(
             f"joined: {len(schedules)} schedules and boundaries = {list(boundaries)}: expected "

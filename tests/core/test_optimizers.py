@@ -87,10 +87,34 @@ def test_numbers_out_of_range_are_refused(make, name, values, expected):
 
 
 def test_a_number_is_no_learning_rate():
-    with pytest.raises(
-        UserError, match=r"adamw: learning_rate = 0.1: expected a schedule, such as optimizers.constant"
-    ):
-        optimizers.adamw(learning_rate=0.1)
+    adamw = optimizers.adamw(learning_rate=optimizers.constant(0.1))
+    for made_by, make in {
+        "adamw": lambda: optimizers.adamw(learning_rate=0.1),
+        "with_table": lambda: optimizers.with_table(dense=adamw, learning_rate=0.1),
+        "joined": lambda: optimizers.joined(schedules=[optimizers.constant(0.1), 0.1], boundaries=[5]),
+    }.items():
+        with pytest.raises(
+            UserError, match=f"{made_by}: learning_rate = 0.1: expected a schedule, such as optimizers.c"
+        ):
+            make()
+
+
+def test_wrappers_take_transformations_of_optax():
+    averaged = optimizers.averaged(optimizer=optax.sgd(0.1), decay=0.5).bound(SPECS)
+    assert averaged.is_averaging(averaged.init(PARAMS))
+    with pytest.raises(UserError, match="with_table: no trained parameter is a table"):
+        optimizers.with_table(dense=optax.sgd(0.1), learning_rate=optimizers.constant(0.1)).bound(SPECS)
+
+
+@pytest.mark.parametrize("make", ["adamw", "adam_atan2", "lion", "adafactor", "muon"])
+def test_a_state_shares_no_buffer_with_another_or_with_the_parameters(make):
+    """A step may donate all of them."""
+    optimizer = getattr(optimizers, make)(learning_rate=optimizers.constant(0.1))
+    for one in (optimizer, optimizers.averaged(optimizer=optimizer)):
+        params = jax.tree.map(jnp.array, PARAMS)
+        leaves = [leaf for leaf in jax.tree.leaves((params, one.bound(SPECS).init(params))) if leaf.size]
+        places = [leaf.unsafe_buffer_pointer() for leaf in leaves]
+        assert len({*places}) == len(places)
 
 
 def update(optimizer, grads, specs=SPECS):

@@ -260,3 +260,30 @@ def test_a_loss_that_couples_rows_is_not_divided():
     step.refuse_coupled_rows(Line(), "accum_steps = 2")
     with pytest.raises(UserError, match=r"accum_steps = 2 divides the rows .* Centered couples them"):
         step.refuse_coupled_rows(Centered(), "accum_steps = 2")
+
+
+@pytest.mark.parametrize("make", [optimizers.adamw, optimizers.lion, optimizers.adam_atan2])
+def test_a_state_keeps_its_dtypes_where_trained_parameters_are_in_bfloat16(make):
+    optimizer = optimizers.averaged(optimizer=make(learning_rate=optimizers.constant(0.1))).bound(SPECS)
+    params = {"~": {"w": jnp.ones((), jnp.bfloat16), "idle_norm": jnp.ones((), jnp.bfloat16)}}
+    batch = {name: jnp.ones(2) for name in ("x", "y", "weights")}
+    state = step.create(Line(), optimizer, params, batch)
+    after, _ = jax.eval_shape(step.train_step(Line(), optimizer, seed=0), state, batch)
+    assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
+
+
+class Named(Line):
+    """Has a metric of its own with the name of the loss."""
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        carry, out = super().loss(params, carry, rng, batch, is_training=is_training)
+        return carry, out._replace(metrics={"loss": WeightedSum(jnp.float32(1e6), jnp.float32(1.0))})
+
+
+def test_the_loss_is_the_mean_loss_in_training_and_evaluation_whatever_a_model_names_its_metrics():
+    params = {"~": {"w": jnp.ones(()), "idle_norm": jnp.ones(())}}
+    batch = {"x": jnp.ones(2), "y": jnp.zeros(2), "weights": jnp.ones(2)}
+    state = step.create(Named(), sgd(), params, batch)
+    _, trained = step.train_step(Named(), sgd(), seed=0)(state, batch)
+    evaluated = step.eval_step(Named(), sgd(), seed=0)(state, batch)["loss"]
+    assert trained["loss"] == evaluated.total / evaluated.weight == 1.0
