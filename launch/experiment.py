@@ -156,6 +156,11 @@ class Experiment:
                 f"model.keeps_states = True, and task is {_told(self.task)}, whose rows are complete, so that no state "
                 "would be kept: expected tasks.chunked.rows around this task, or keeps_states = False"
             )
+        elif is_split and self.non_finite != "stop":
+            yield (
+                f"non_finite = {self.non_finite!r}, and task is {_told(self.task)}: the chunk after one that is left "
+                "out would continue from the state of other tokens; expected 'stop'"
+            )
         elif is_split and can(self.model, Model):
             carry = jax.eval_shape(self.model.init_carry, batch_shapes(self.task.spec(self.batch_size)))
             if not jax.tree.leaves(carry):

@@ -28,7 +28,7 @@ RANGED = frozenset(_RANGES)
 Schedule = Callable[[jax.Array], jax.Array]  # step counted from 0 -> learning rate
 
 
-def check_ranges(where: str, **values: float | None) -> None:
+def check_ranges(where: str, **values: Any) -> None:
     """Raises UserError, naming `where`, if a value is out of the range of its name."""
     for name, value in values.items():
         allowed, expected = _RANGES[name]

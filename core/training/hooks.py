@@ -434,9 +434,9 @@ class Skip(Hook):
 class RollBack(Hook):
     """Makes the loop continue from the newest checkpoint, at most MOST_ROLLED_BACK times without progress."""
 
-    def __init__(self, say: Say):
-        """`say(step, metric, sentence)` is called for every rollback."""
-        self._say = say
+    def __init__(self, say: Say, *, newest: Callable[[], int | None] = lambda: None):
+        """`say(step, metric, sentence)` is called for every rollback; `newest` returns the step of a checkpoint."""
+        self._say, self._newest = say, newest
         self._failed_at = 0
         self._in_vain = 0
 
@@ -451,7 +451,9 @@ class RollBack(Hook):
         if self._in_vain > MOST_ROLLED_BACK:
             in_vain = f"Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
             raise NonFiniteLossError(report.step, f"{bad}. {_CAUSES}. {in_vain}")
-        self._say(self._failed_at, ROLLED_BACK, f"{said} Back to the newest checkpoint, with the data after this.")
+        newest = self._newest()
+        where = "the start, because there is no checkpoint" if newest is None else f"the checkpoint of step {newest}"
+        self._say(self._failed_at, ROLLED_BACK, f"{said} Back to {where}, with the data after this.")
         raise trainer.RollBackError(said)
 
 
@@ -481,5 +483,5 @@ def policy_hook(
         case "skip":
             return Skip(say)
         case "roll_back":
-            return RollBack(say)
+            return RollBack(say, newest=newest)
     return Stop(newest=newest, wait=wait)

@@ -84,6 +84,8 @@ class Requests:
 
     def asked(self, step: int) -> Window | None:
         """Returns the window that `step` belongs to, once; otherwise None. Called before every step."""
+        if self._steps and step <= self._steps[-1][0]:  # the run was rolled back
+            self._steps.clear()
         self._steps.append((step, time.monotonic()))
         found = self._waiting
         if found is None or step < found.first_step:

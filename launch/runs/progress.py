@@ -216,14 +216,15 @@ def evaluated_on(experiment: Experiment) -> str:
 
 
 def _validated(experiment: Experiment, validation: Mapping[str, float]) -> str:
-    if not (evaluated := evaluated_on(experiment)):
+    evaluated = evaluated_on(experiment)
+    if not evaluated and "validation/loss" in validation:  # which an evaluation without weight lacks
         return f"validation loss {validation['validation/loss']:.4f} nats per {experiment.unit}"
     means = {name.removeprefix("validation/"): value for name, value in sorted(validation.items())}
     plain, curves = curves_apart(means)
     lines = ["  ".join(f"{name} {value:.4f}" for name, value in plain.items())]
     for name, values in curves.items():
         lines.append(f"{name} by step: " + " ".join(f"{value:.3f}" for value in values))
-    return "\n".join([f"validation on {evaluated}", *lines])
+    return "\n".join([f"validation on {evaluated}" if evaluated else "validation", *lines])
 
 
 def _sample(experiment: Experiment, program: Program, state: TrainState) -> str:

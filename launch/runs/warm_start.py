@@ -124,13 +124,14 @@ def _renamed(found: warm_start.ParameterSource, renames: Mapping[str, str]) -> w
 
 
 def _pinned(text: str) -> str:
-    """Returns RUN@STEP, with the newest step, for a run without a step; otherwise the text itself."""
+    """Returns RUN@STEP, with a number, for RUN and RUN@best; otherwise the text itself."""
     if published_files.is_published(text):
         return text
     if not steps.has_folder(text):
         raise UserError(f"INIT_FROM = {published_files.unknown(text)}")
-    newest = steps.find(text)
-    return text if steps.split(text)[1] else f"{text}@{newest.name}"
+    run, step = steps.split(text)
+    found = steps.find(text)
+    return text if step not in (None, steps.BEST) else f"{run}@{found.name}"
 
 
 def _opened(model: Model, text: str) -> warm_start.ParameterSource:

@@ -126,6 +126,11 @@ def test_the_curriculum_of_lengths_and_its_steps():
     [
         ("transformer.preset.keeps_states = False", "the model carries nothing from one chunk of a row to the next"),
         ("TASK = @text.files()", "task is of type TextTask, whose rows are complete, so that no state would be kept"),
+        (
+            "experiment.Experiment.non_finite = 'skip'",
+            "one that is left out would continue from the state of other tokens; expected 'stop'",
+        ),
+        ("experiment.Experiment.non_finite = 'roll_back'", "non_finite = 'roll_back', and task is of type"),
     ],
 )
 def test_chunks_of_rows_and_kept_states_need_one_another(binding, says):

@@ -97,7 +97,7 @@ def test_after_a_roll_back_the_run_is_the_one_that_never_saw_those_batches(losse
     found = losses("spoilt", experiment(task=Spoilt(task, bad=(5,)), non_finite="roll_back"))
     said = capsys.readouterr().out
     assert "warning: step 5: loss = nan" in said
-    assert "Back to the newest checkpoint, with the data after this." in said
+    assert "Back to the checkpoint of step 3, with the data after this." in said
     assert found[5]["rolled_back"] == 1.0
     # Step 5 is read when step 6 has been dispatched; the checkpoint is that of step 3.
     want = losses("without", experiment(task=Spoilt(task, missing=(4, 5, 6))))

@@ -66,15 +66,19 @@ def test_skip_reports_each_update_and_ends_after_too_many():
 
 
 def test_roll_back_ends_without_progress():
-    said = []
-    policy = hooks.RollBack(lambda *words: said.append(words))
+    said, newest = [], []
+    policy = hooks.RollBack(lambda *words: said.append(words), newest=lambda: max(newest, default=None))
 
     def fails_at(number):
         with pytest.raises(trainer.RollBackError):
             policy.after_step(report(number, math.nan))
 
-    for number in (7, 6, 7):
+    for number in (7, 6):
         fails_at(number)
+    assert said[-1][-1].endswith("Back to the start, because there is no checkpoint, with the data after this.")
+    newest.append(5)
+    fails_at(7)
+    assert said[-1][-1].endswith("Back to the checkpoint of step 5, with the data after this.")
     policy.after_step(report(8))  # further than ever
     for number in (9, 9, 9):
         fails_at(number)

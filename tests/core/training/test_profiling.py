@@ -213,6 +213,17 @@ def quick(monkeypatch):
     monkeypatch.setattr(profiling, "_LOOK_SECONDS", 0.05)
 
 
+def test_a_request_after_a_rollback_is_taken(tmp_path, quick):
+    """The seconds of a step follow from the steps since then, not from numbers that went back."""
+    loop = Loop(tmp_path)
+    assert not any(loop.turn() for _ in range(14))
+    loop.step -= 10
+    request(tmp_path, "after a rollback", steps=3)
+    found = loop.until(lambda asked: asked)
+    assert found.first_step < 500
+    loop.requests.close()
+
+
 @pytest.mark.covers("O01")
 def test_a_request_is_taken_traced_once_and_answered(tmp_path, quick):
     loop = Loop(tmp_path)
