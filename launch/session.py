@@ -294,7 +294,7 @@ class Session:
             used.append(replicas.Compare(heartbeat.compare, every=every))
         saving = self._saving(preemption)
         if run.host.count > 1:
-            together = dict(zip(("checkpoint", "checkpoint of the parameters"), saving, strict=False))
+            together = dict(zip(("checkpoint", "checkpoint of the parameters"), reversed(saving), strict=False))
             together |= {"evaluation": self._evaluate} if self._evaluate else {}
             used.insert(0, hooks.Meet(together, timeout_seconds=run.meeting_seconds))
         evaluating = [self._evaluate] if self._evaluate else []
@@ -418,9 +418,10 @@ class Session:
             return optimizer.evaluated(state.params, state.opt_state)
 
         def due_alone(step: int) -> bool:
-            return step % every == 0 and not due(step)
+            return step % every == 0 or step == run.last_step
 
-        return [save, hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check)]
+        # At the same step, the parameters come first: the whole state takes longer, and is written beside the next steps.
+        return [hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check), save]
 
     def _profiles(self) -> list[Hook]:
         run = self._run

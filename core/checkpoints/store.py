@@ -6,7 +6,7 @@ One step is one folder with three parts, made visible at once:
                         data    one file per input stream, written by the host that owns the stream
                         meta    JSON: config text, versions, git revision …, and fingerprints of arrays and streams
 
-Between such steps, the parameters alone may be saved in RUN/params. A checkpoint can be restored with another mesh or
+The parameters alone may also be saved, in RUN/params. A checkpoint can be restored with another mesh or
 number of hosts.
 """
 
@@ -149,6 +149,7 @@ class Checkpoints:
             host_bytes=host_bytes,
             limit_seconds=self._limit_seconds(host_bytes),
             blocked_seconds=described_seconds,
+            alone=directory == self._params_directory,
         )
         self._quiet.enter_context(log_filters.while_saving())
 

@@ -37,12 +37,14 @@ class Cost(NamedTuple):
       blocked_seconds: how long training waited for it.
       write_seconds: time from its start until it was complete.
       bytes: total size of its arrays.
+      alone: whether it is of parameters alone.
     """
 
     step: int
     blocked_seconds: float
     write_seconds: float
     bytes: int
+    alone: bool = False
 
 
 class WriteFailedError(RuntimeError):
@@ -90,10 +92,11 @@ class Writing:
         host_bytes: int,
         limit_seconds: float,
         blocked_seconds: float = 0.0,
+        alone: bool = False,
     ):
-        """`host_bytes` is the size of the arrays on this host; the time limit counts from now."""
+        """`host_bytes` is the size of the arrays on this host; the time limit counts from now; `alone` as in `Cost`."""
         self.step = step
-        self._directory = directory
+        self._directory, self._alone = directory, alone
         self._size_bytes, self._host_bytes, self._limit_seconds = size_bytes, host_bytes, limit_seconds
         self._blocked_seconds, self._write_seconds = blocked_seconds, 0.0
         self._began, self._looked_at = time.monotonic(), 0.0
@@ -119,7 +122,7 @@ class Writing:
     @property
     def cost(self) -> Cost:
         """The cost of a completed save."""
-        return Cost(self.step, self._blocked_seconds, self._write_seconds, self._size_bytes)
+        return Cost(self.step, self._blocked_seconds, self._write_seconds, self._size_bytes, self._alone)
 
     def is_done(self) -> bool:
         """Returns whether the save is complete; WriteFailedError if it is known to have failed."""

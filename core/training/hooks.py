@@ -261,7 +261,7 @@ class Save(Hook):
     def _tell(self) -> None:
         for cost in self._checkpoints.costs():
             self._costs.add(cost)
-            if cost.step == self._saved_step:  # otherwise it is of parameters alone
+            if cost.step == self._saved_step and not cost.alone:
                 interrupt.saved(cost.step)
 
 

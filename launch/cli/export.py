@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if (vocabulary := experiment.task.vocabulary) is not None:
         vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())
     shapes, specs = _shapes(experiment)
+    step = _averaged(step, experiment, shapes, specs)
     _check_parameters(args.run, step, experiment, shapes, specs)
     exported = exporter(args.run, experiment, step, args.merge)
     inspection.require_intact_parameters(step)
@@ -105,13 +106,23 @@ def _exporter(run: str, model: Any) -> Callable[[str, Experiment, paths.Path, bo
     raise UserError(f"{run}: {type(model).__name__} cannot be exported; expected {listed}")
 
 
+def _is_averaging(experiment: Experiment, shapes: Any, specs: Any) -> bool:
+    optimizer = experiment.optimizer.bound(specs)
+    return optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes))
+
+
+def _averaged(step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> paths.Path:
+    """Returns the step with the parameters alone if these are the average and it has the same number."""
+    alone = step.parent.parent / steps.PARAMS_FOLDER / step.name
+    return alone if _is_averaging(experiment, shapes, specs) and steps.is_complete(alone) else step
+
+
 def _check_parameters(run: str, step: paths.Path, experiment: Experiment, shapes: Any, specs: Any) -> None:
     saved = warm_start.SavedParameters(step)
     if differences := saved.problems(shapes, specs):
         listed = "\n  ".join(units.shortened(differences, most=warm_start.MOST_LINES))
         raise UserError(f"{run}: the parameters of step {step.name} are not those of its model:\n  {listed}")
-    optimizer = experiment.optimizer.bound(specs)
-    if optimizer.is_averaging(jax.eval_shape(optimizer.init, shapes)) and not saved.is_averaged:
+    if _is_averaging(experiment, shapes, specs) and not saved.is_averaged:
         raise UserError(
             f"{run}: the optimizer averages parameters, and step {step.name} has the average in the optimizer's "
             "state, which is not exported; a step of the parameters alone (params_checkpoint_interval) is"

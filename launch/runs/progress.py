@@ -108,7 +108,7 @@ def _saves(run: Run, left_out: LeftOut | None) -> str:
     )
     if every:
         saves += (
-            f"; the parameters alone every {units.counted(every, 'step')}, keeping the latest "
+            f"; the parameters alone every {units.counted(every, 'step')} and at the end, keeping the latest "
             f"{settings.keep_params_checkpoints}, {units.size(alone)} each"
         )
     if settings.checkpoint_mirror:

@@ -264,14 +264,14 @@ def test_parameters_are_saved_alone_averaged_and_exported_and_their_statistics_a
     bindings = small(*every, *AVERAGED, "transformer.Transformer.num_kv_heads = 4", "PROMPT = ''")
     said = launch("pod", "v4-16", "gin/quickstart.gin", "--simulate", "--run-dir", str(run_dir), *bindings)
     card = " ".join(said.replace("│", " ").split())
-    assert "the parameters alone every 2 steps, keeping the latest 2, 177 KiB each" in card
-    assert re.search(r"checkpoints: 6 saved, [\d.]+ [KM]iB or less each", said)
+    assert "the parameters alone every 2 steps and at the end, keeping the latest 2, 177 KiB each" in card
+    assert re.search(r"checkpoints: 8 saved, [\d.]+ [KM]iB or less each", said)
     query = {kind: scalars(run_dir, f"statistics/{kind}/layers/block/query") for kind in ("param_rms", "update_ratio")}
     assert [sorted(values) for values in query.values()] == [[4, 8, 12]] * 2
     assert all(0.001 < ratio < 1 for ratio in query["update_ratio"].values())  # LEARNING_RATE over the size of weights
     verified = launch("checkpoints", "verify", str(run_dir))
     found = re.findall(r"step (\d+): intact \((\d+) arrays.*", verified)
-    assert [int(step) for step, _ in found] == [12, 6, 10, 8]
+    assert [int(step) for step, _ in found] == [12, 6, 12, 10]
     assert int(found[0][1]) > 3 * int(found[2][1])
     for index in (0, 1):
         line = rf"host {index}( of 2)?: process \d+ on \S+, 4 of 8 devices: cpu device \d+, \d+, \d+, \d+"
@@ -285,9 +285,10 @@ def test_parameters_are_saved_alone_averaged_and_exported_and_their_statistics_a
         if not any(re.search(pattern, tag) for pattern in patterns for tag in tags)
     ]
     assert empty == ["skipped updates and rollbacks", "MFU", "GiB of HBM by chip"]  # another policy; a TPU
-    launch("export", f"{run_dir}@10", "--out", str(out), "--dtype", "float32")
-    assert (out / "model.safetensors").exists()
-    refused = launch("export", str(run_dir), "--out", str(tmp_path / "none"), code=exit_codes.USER_ERROR)
+    for name, text in {"tenth": f"{run_dir}@10", "last": str(run_dir)}.items():
+        launch("export", text, "--out", str(out / name), "--dtype", "float32")
+        assert (out / name / "model.safetensors").exists()
+    refused = launch("export", f"{run_dir}@6", "--out", str(tmp_path / "none"), code=exit_codes.USER_ERROR)
     assert "a step of the parameters alone (params_checkpoint_interval) is" in refused
 
 

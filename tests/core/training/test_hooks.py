@@ -138,7 +138,8 @@ def test_save_takes_the_position_at_that_moment():
         (5, "state 5", {"stream 0": b"1"}, {"seed": 7}),
         (10, "state 10", {"stream 0": b"2"}, {"seed": 7}),
     ]
-    first, last, of_parameters = (Cost(step, 0.0, 0.0, 0) for step in (5, 10, 11))
+    first, last = (Cost(step, 0.0, 0.0, 0) for step in (5, 10))
+    of_parameters = Cost(11, 0.0, 0.0, 0, alone=True)
     checkpoints.finished[:], costs.told[:] = [first], []
     save.before_step(11)
     assert (checkpoints.checked, costs.told) == (1, [first])
@@ -146,9 +147,10 @@ def test_save_takes_the_position_at_that_moment():
     assert checkpoints.waited == 3
     assert costs.told == [first, last, "end"]
     assert interrupt._saved == 10
+    save.at_boundary(11, "state 11")
     checkpoints.finished[:] = [of_parameters]
     save.before_step(12)
-    assert interrupt._saved == 10
+    assert interrupt._saved == 10  # the whole state of step 11 is not complete yet
 
 
 def test_what_comes_before_a_save_is_done_when_it_begins_and_not_where_it_is_forbidden():

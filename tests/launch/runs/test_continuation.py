@@ -253,8 +253,10 @@ def test_hosts_meet_before_everything_that_they_do_together(tmp_path, monkeypatc
     assert met == [
         (2, ["checkpoint of the parameters"]),
         (3, ["checkpoint", "evaluation"]),
-        (4, ["checkpoint", "evaluation"]),
+        (4, ["checkpoint", "checkpoint of the parameters", "evaluation"]),
     ]
+    of_parameters, whole = (steps.complete(tmp_path / name) for name in ("params", "checkpoints"))
+    assert (of_parameters, whole) == ([2, 4], [3, 4])
 
 
 def test_the_best_checkpoint_can_be_one_whose_evaluation_failed_at_first(tmp_path, monkeypatch):
