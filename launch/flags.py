@@ -185,8 +185,10 @@ _VALIDATED = "gin/quickstart.gin"  # the default experiment of `validate`
 def current(argv: Sequence[str]) -> list[str]:
     """Replaces old names in a command line, and prints notes about them."""
     command, *words = argv
-    if command == "pod" and "validate" in words[1:]:  # SLICE validate [EXPERIMENT.gin] [--flags]
-        at = words.index("validate", 1)
+    # SLICE validate [EXPERIMENT.gin] [--flags]; after a flag, the word is its value
+    places = [i for i, word in enumerate(words[1:], 1) if word == "validate" and not words[i - 1].startswith("-")]
+    if command == "pod" and places:
+        at = places[0]
         named = [word for word in words[at + 1 : at + 2] if word.endswith(".gin")]
         _note("pod.sh SLICE validate", "pod.sh SLICE EXPERIMENT.gin --check slice")
         words = [*words[:at], *(named or [_VALIDATED]), *words[at + 1 + len(named) :], "--check", "slice"]

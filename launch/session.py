@@ -420,7 +420,7 @@ class Session:
         def due_alone(step: int) -> bool:
             return step % every == 0 or step == run.last_step
 
-        # At the same step, the parameters come first: the whole state takes longer, and is written beside the next steps.
+        # At the same step, the parameters come first: the whole state takes longer, beside the next steps.
         return [hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check), save]
 
     def _profiles(self) -> list[Hook]:

@@ -192,8 +192,8 @@ class Checkpointing(_Group):
       keep_best: also keep the best checkpoint by a metric: `validation/loss` for the lowest value,
         `max:validation/accuracy` for the highest; "": none. Needs `eval_batches` above 0 and `checkpoint_interval` a
         multiple of `eval_interval`.
-      params_checkpoint_interval: steps between additional checkpoints of the parameters alone, the last at the end of the
-        run; 0: none.
+      params_checkpoint_interval: steps between additional checkpoints of the parameters alone, the last at the end; 0:
+        none.
       keep_params_checkpoints: number of latest checkpoints of the parameters alone to keep.
       checkpoint_mirror: where complete checkpoints of a local run directory are copied, such as gs://BUCKET/first; "":
         nowhere. Only for a run of one process.

@@ -254,7 +254,7 @@ class _Watch(threading.Thread):
                 seen.raised, seen.is_consequence = (error, now), is_consequence
             case {"left": code, "why": why}:
                 seen.left = (code, why, now)
-            case {"compared": step, "numbers": numbers}:
+            case {"compared": step, "numbers": numbers} if self._index == 0:  # which compares them
                 self._compared.setdefault(step, {})[host] = numbers
             case {"stacks": text}:
                 self._stacks[host] = text

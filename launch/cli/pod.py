@@ -191,7 +191,7 @@ def _of_a_tpu(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace, slice_: slices.Slice) -> int:
-    run_directory = os.fspath(paths.resolve(_run_directory(args, slice_)))  # the hosts have another home directory
+    run_directory = os.fspath(paths.resolve(_run_directory(args, slice_)))
     checked = _checked(args, slice_, run_directory=run_directory, hosts="simulated")
     if _is_finished(args, checked, run_directory):
         return 0

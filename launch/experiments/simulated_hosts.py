@@ -27,7 +27,6 @@ _PASSED_ON = (
 def evaluate(args: argparse.Namespace, slice_: slices.Slice) -> int:
     """Runs `launch/run evaluate` on the simulated hosts; returns the exit code."""
     is_published = published_files.is_published(args.run_dir)
-    # The path is resolved: simulated hosts have another home directory.
     run_dir = args.run_dir if is_published else os.fspath(paths.resolve(args.run_dir))
     command = [*environment.COMMAND, "evaluate", run_dir, "--slice", slice_.name]
     command += flags.passed_on(args, *_PASSED_ON)

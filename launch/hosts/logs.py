@@ -1,5 +1,6 @@
 """Merges the logs of all hosts by time: from a run directory, or live from the hosts of a slice."""
 
+import datetime
 import heapq
 import itertools
 import queue
@@ -28,7 +29,13 @@ def show(run_dir: str) -> int:
             f"{folder} has no host_N.log: a simulated run has them in its run directory; those of a slice are on its "
             "hosts: launch/pod.sh logs --tpu NAME --zone ZONE"
         )
-    logs = (_timed(file.read_bytes().decode(errors="replace").splitlines()) for file in files)
+    logs = (
+        _timed(
+            file.read_bytes().decode(errors="replace").splitlines(),
+            until=datetime.datetime.fromtimestamp(file.stat().mtime),
+        )
+        for file in files
+    )
     for _, line in heapq.merge(*logs, key=lambda timed: timed[0]):
         print(line)
     return 0
@@ -47,7 +54,7 @@ def follow(
 
     def read(process: subprocess.Popen) -> None:
         assert process.stdout is not None
-        for timed, line in _timed(line.rstrip("\n") for line in process.stdout):
+        for timed, line in _timed((line.rstrip("\n") for line in process.stdout), until=datetime.datetime.now()):
             arrived.put((timed, next(numbers), time.monotonic(), line))
 
     threads = [threading.Thread(target=read, args=(process,), daemon=True) for process in running]
@@ -75,8 +82,14 @@ def follow(
     return next((code for code in codes if code), 0)
 
 
-def _timed(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    latest = ""
+def _timed(lines: Iterable[str], *, until: datetime.datetime) -> Iterator[tuple[str, str]]:
+    """Yields each line after its time with a year, which prefixes lack.
+
+    `until`: when the last was written, to within a day: clocks and time zones may differ.
+    """
+    latest, newest = "", until + datetime.timedelta(days=1)
     for line in lines:
-        latest = host_output.time_of(line) or latest
+        if time_ := host_output.time_of(line):
+            is_of_last_year = time_ > f"{newest:%m-%d} 24"
+            latest = f"{newest.year - is_of_last_year} {time_}"
         yield latest, line

@@ -1,8 +1,10 @@
 """Simulates the hosts of a slice as processes on this machine, with CPU devices as chips.
 
-this process ── host_0   own session, HOME, TMPDIR, XDG_CACHE_HOME; output to host_0.log and the terminal
+this process ── host_0   own session, TMPDIR, XDG_CACHE_HOME; output to host_0.log and the terminal
              ├─ host_1   … host_1.log
              └─ guard    kills the sessions and removes the folders if this process is killed
+
+Hosts share the user's HOME, so that `~` in a path and stored credentials mean what they mean to the user.
 """
 
 import contextlib
@@ -76,15 +78,15 @@ def run(
         stack.callback(_stop, hosts, grace_seconds=grace_seconds, requested=requested)
         port, secret = _free_port(), secrets.token_hex()
         for index in range(slice_.hosts):
-            home = Path(scratch) / f"host_{index}"
-            for folder in (home, home / "tmp", home / "cache"):
+            own = Path(scratch) / f"host_{index}"
+            for folder in (own, own / "tmp", own / "cache"):
                 folder.mkdir()
             host = HostProcess(
                 command,
                 log_path=log_directory / f"host_{index}.log",
                 name=f"host {index}",
-                step_file=home / "step",
-                env=_environment(slice_, index=index, port=port, secret=secret, home=home, xla_flags=xla_flags),
+                step_file=own / "step",
+                env=_environment(slice_, index=index, port=port, secret=secret, own=own, xla_flags=xla_flags),
                 to_terminal=index == 0,
                 start_new_session=True,
             )
@@ -97,13 +99,14 @@ def run(
 
 
 def _environment(
-    slice_: slices.Slice, *, index: int, port: int, secret: str, home: Path, xla_flags: str
+    slice_: slices.Slice, *, index: int, port: int, secret: str, own: Path, xla_flags: str
 ) -> dict[str, str]:
     has_core_each = slice_.devices <= len(os.sched_getaffinity(0))
     xla_flags = " ".join(filter(None, ("" if has_core_each else _ONE_THREAD, xla_flags)))
     return {
         **environment.ON_CPUS,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
+        "HF_HOME": f"{os.environ.get('XDG_CACHE_HOME') or Path('~/.cache').expanduser()}/huggingface",  # one download
         **os.environ,
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",
@@ -114,9 +117,8 @@ def _environment(
         "JAX_PROCESS_COUNT": str(slice_.hosts),
         "TPU_SKIP_MDS_QUERY": "1",
         "PYTHONUNBUFFERED": "1",
-        "HOME": str(home),
-        "TMPDIR": str(home / "tmp"),
-        "XDG_CACHE_HOME": str(home / "cache"),
+        "TMPDIR": str(own / "tmp"),
+        "XDG_CACHE_HOME": str(own / "cache"),
     }
 
 

@@ -162,6 +162,12 @@ def test_old_names_become_the_current_ones(old, new, capsys):
     assert capsys.readouterr().err.startswith("note: ")
 
 
+def test_a_value_with_the_name_of_an_old_command_stays(capsys):
+    words = ["pod", "v4-8", "x.gin", "--run-dir", "validate"]
+    assert flags.current(words) == words
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "read"),
     [

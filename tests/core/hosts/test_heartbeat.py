@@ -241,6 +241,17 @@ def test_a_frozen_host_zero_is_named_by_the_others_if_the_watchdog_only_reports(
     assert len(re.findall(named, said)) == 1, said
 
 
+def test_only_host_zero_keeps_what_hosts_compare():
+    limits = failure_diagnosis.Limits(step_seconds=60.0, slow_seconds=60.0)
+    kept = {}
+    for index in (0, 1):
+        watch = heartbeat._Watch(Roll(index, 2, ("10.0.0.3", "10.0.0.4"), {}), limits)
+        for step in range(3):
+            watch._note(index, {"compared": step, "numbers": [1, 2]})
+        kept[index] = len(watch._compared)
+    assert kept == {0: 3, 1: 0}
+
+
 def test_a_save_has_as_long_as_its_own_limit_allows():
     limits = failure_diagnosis.Limits(step_seconds=600.0, slow_seconds=3600.0)
 

@@ -1,5 +1,7 @@
 """Lines with a time prefix: formatting them, and merging logs."""
 
+import datetime
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +24,11 @@ def test_a_stamp_names_the_host_and_the_step_that_it_noted(tmp_path):
     assert host_output.time_of("anything | else") is None
 
 
+def written_at(folder, time):
+    for file in folder.iterdir():
+        os.utime(file, (time.timestamp(), time.timestamp()))
+
+
 @pytest.mark.covers("O11")
 def test_logs_are_merged_by_time_and_a_line_without_one_stays_with_its_own(tmp_path, capsys):
     folder = tmp_path / "logs"
@@ -29,11 +36,23 @@ def test_logs_are_merged_by_time_and_a_line_without_one_stays_with_its_own(tmp_p
     (folder / "host_0.log").write_text("11-22 00:00:01.0 host 0 | a\n  more of a\n11-22 00:00:03.0 host 0 | d\n")
     (folder / "host_1.log").write_text("11-22 00:00:02.5 host 1 | c\n11-22 00:00:02.5 host 1 | c2\n")
     (folder / "host_2.log").write_bytes(b"11-22 00:00:02.0 host 2 | b \xff\n12-01 00:00:00.0 host 2 step 9 | e\n")
+    written_at(folder, datetime.datetime(2026, 12, 1))
     assert logs.show(str(tmp_path)) == 0
     said = [line.split(" | ")[-1] for line in capsys.readouterr().out.splitlines()]
     assert said == ["a", "  more of a", "b \N{REPLACEMENT CHARACTER}", "c", "c2", "d", "e"]
     with pytest.raises(ValueError, match=r"has no host_N\.log: a simulated run has them"):
         logs.show(str(tmp_path / "elsewhere"))
+
+
+def test_logs_are_merged_in_order_over_new_year(tmp_path, capsys):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "host_0.log").write_text("12-31 23:59:59.0 host 0 | a\n01-01 00:00:01.0 host 0 | d\n")
+    (folder / "host_1.log").write_text("12-31 23:59:59.5 host 1 | b\n01-01 00:00:00.5 host 1 | c\n")
+    (folder / "host_2.log").write_text("01-01 00:00:02.0 host 2 | e\n")  # began in the new year
+    written_at(folder, datetime.datetime(2027, 1, 1, 0, 1))
+    assert logs.show(str(tmp_path)) == 0
+    assert [line[-1] for line in capsys.readouterr().out.splitlines()] == ["a", "b", "c", "d", "e"]
 
 
 def test_live_lines_are_sorted_and_a_failure_is_reported(capsys):

@@ -30,7 +30,7 @@ WAITER = """
 import subprocess, pathlib
 deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'
 child = subprocess.Popen([sys.executable, '-c', deaf])
-(pathlib.Path({folder!r}) / f'pids_{{index}}').write_text(f'{{os.getpid()}} {{child.pid}} {{os.environ["HOME"]}}')
+(pathlib.Path({folder!r}) / f'pids_{{index}}').write_text(f'{{os.getpid()}} {{child.pid}} {{os.environ["TMPDIR"]}}')
 print('host', index, 'ready', flush=True)
 time.sleep(600)
 """
@@ -81,15 +81,20 @@ def assert_all_gone(pids, homes):
         time.sleep(0.05)
 
 
-def test_every_host_gets_its_own_environment(tmp_path, capfdbinary):
+def test_every_host_gets_its_own_environment(tmp_path, capfdbinary, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     names = ["RENGA_SIMULATE", "JAX_PLATFORMS", "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_INDEX", "JAX_PROCESS_COUNT"]
-    names += ["JAX_NUM_CPU_DEVICES", "TPU_SKIP_MDS_QUERY", "HOME", "TMPDIR", "XDG_CACHE_HOME"]
-    text = "import json, tempfile; open(os.environ['HOME'] + '/mine', 'x'); tempfile.mkdtemp()\n"
+    names += ["JAX_NUM_CPU_DEVICES", "TPU_SKIP_MDS_QUERY", "HOME", "HF_HOME", "TMPDIR", "XDG_CACHE_HOME"]
+    text = "import json, tempfile; open(os.environ['TMPDIR'] + '/mine', 'x'); tempfile.mkdtemp()\n"
     text += f"print(json.dumps({{name: os.environ[name] for name in {names}}}))"
     assert run(V4_32, text, tmp_path) == 0
     seen = [json.loads(log(tmp_path, index).splitlines()[1]) for index in range(4)]
     assert [host["JAX_PROCESS_INDEX"] for host in seen] == ["0", "1", "2", "3"]
-    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME"):
+    assert {host["HOME"] for host in seen} == {str(tmp_path / "me")}  # where `~/data` and `~/.netrc` are
+    assert {host["HF_HOME"] for host in seen} == {str(tmp_path / "me/.cache/huggingface")}
+    for name in ("TMPDIR", "XDG_CACHE_HOME"):
         assert len({host[name] for host in seen}) == 4
         assert not any(pathlib.Path(host[name]).exists() for host in seen)
     (address,) = {host["JAX_COORDINATOR_ADDRESS"] for host in seen}
@@ -182,7 +187,8 @@ def test_a_stopped_run_is_no_failure_of_the_host_that_ended_first(tmp_path, capf
 
 @pytest.mark.parametrize("code", [143, 130])
 def test_a_host_that_fails_while_the_run_is_stopped_is_the_one_that_is_named(tmp_path, capfd, code):
-    assert run(V4_16, f"time.sleep(0.2 * index); sys.exit([{code}, 13][index])", tmp_path) == 13
+    text = f"time.sleep(0.2 * index); sys.exit([{code}, 13][index])"
+    assert run(V4_16, text, tmp_path, words_seconds=20) == 13  # it ends when both have
     assert "host_1 failed first (exit code 13)" in capfd.readouterr().err
 
 
