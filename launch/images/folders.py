@@ -148,14 +148,15 @@ def load(
 def seeing(model: LoadedModel, task: Any) -> LoadedModel:
     """Returns the decoder of a run, with a `FolderSight` that makes vectors of images.
 
-    It reads no images if `task` has no `prompts` for them, or the model has a selector of patches.
+    It reads no images if `task` has no `prompts` for them, or the model has a selector of patches or attends to them
+    in both directions.
     """
     whole: Any = model.model
     program, params = text_part.program_of(model.program), None
     if model.params is not None:
         program, params = text_part.of(model.program, model.params)
     decoder = dataclasses.replace(model, program=program, params=params)
-    if not isinstance(task, ImageQuestions) or task.prompts is None or whole.selector is not None:
+    if not isinstance(task, ImageQuestions) or task.prompts is None or whole.selector is not None or not whole.causal:
         return decoder
     sight = FolderSight(model.program, model.params and _of(model.params, of_decoder=False), task.prompts)
     return dataclasses.replace(decoder, sight=sight)

@@ -76,6 +76,7 @@ def _write(model: DecoderConfig) -> dict[str, Any]:
     if not isinstance(part, LatentAttention):
         raise UserError("the decoder has no latent attention")
     found = family.llama_config(model, **{key: getattr(part, ours) for key, ours in _LATENT.items()}, **{_LATER: 0})
+    found["head_dim"] = part.rotary_dim  # not read by latent attention, but by what turns its positions
     if part.score_sharpening and found["rope_scaling"]:
         found["rope_scaling"]["mscale_all_dim"] = part.score_sharpening
     if experts is None:

@@ -421,19 +421,11 @@ class Placed:
         """
         if causal:
             return self._decoded_causally(batch, visual, chosen, shift)
-        rows = len(visual)
-        patch = _placed(self.slots, chosen.indices.reshape(rows, -1).astype(jnp.int32))
-        is_slot = jnp.sum(self.slots, axis=1) > 0
-        text = batch["positions"] + shift * jnp.any(self.image, axis=1)
-        positions = jnp.where(is_slot, patch, text)
-        if self.image.shape[1] > 1:
-            is_alone = jnp.sum(self.image, axis=1) <= 1  # the only image of its segment, whose patches begin at 0
-            positions = jnp.where(is_alone, positions, self._positions(batch["positions"], chosen, shift))
-        bias = None
+        is_slot, bias = jnp.sum(self.slots, axis=1) > 0, None
         if chosen.bias is not None:
-            bias = _placed(self.slots, chosen.bias.reshape(rows, -1))
+            bias = _placed(self.slots, chosen.bias.reshape(len(visual), -1))
         values = jnp.einsum("bst,bsd->btd", self.slots.astype(visual.dtype), visual)
-        read = {**batch, "positions": positions}
+        read = {**batch, "positions": self._positions(batch["positions"], chosen, shift)}
         return read, Inserted(values, is_slot, Prefix(batch["until"], bias)), chosen
 
     def _decoded_causally(

@@ -46,8 +46,14 @@ def read(file: str, *, most: int | None = None) -> list[Problem]:
     path = paths.resolve(file)
     if not path.is_file():
         raise UserError(f"--humaneval {file}: no such file; expected JSON lines in the format of HumanEval")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--humaneval {file}: not text in UTF-8 ({error}); if it is compressed, unpack it first"
+        ) from None
     found: list[Problem] = []
-    for number, line in enumerate(path.read_text().split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip() and (most is None or len(found) < most):
             found.append(_problem(line, f"{file}, line {number}"))
     if not found:

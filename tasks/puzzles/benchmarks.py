@@ -21,8 +21,10 @@ def rows(file: paths.Path) -> Iterator[tuple[int, Row]]:
                 raise UserError(f"{file} has columns {reader.fieldnames}, expected {', '.join(COLUMNS)}")
             for row in reader:
                 yield reader.line_num, row
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{file} does not exist; csv names the folder that holds train.csv and test.csv") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not text in UTF-8 ({error}); if it is compressed, unpack it first") from error
 
 
 def rating(row: Row, file: paths.Path, number: int) -> int:

@@ -50,6 +50,8 @@ class SudokuSet:
 
     def __post_init__(self):
         cells = shape(self.size).cells
+        if self.clues is not None and len(self.clues) != 2:
+            raise UserError(f"sudoku: clues {self.clues}, expected two numbers, such as {CLUES[self.size]}")
         low, high = self.clues or CLUES[self.size]
         writing.check_numbers("sudoku", num_train=self.num_train, num_test=self.num_test)
         writing.check_numbers("sudoku", least=0, num_aug=self.num_aug, seed=self.seed)

@@ -435,11 +435,15 @@ def batch_spec(
     return {**found, "kind": Field((batch_size,), np.int32, ("batch",))} if has_kinds else found
 
 
+_NO_IMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
 def _try_read(path: str, read: Callable[[bytes], np.ndarray]) -> np.ndarray | str:
+    """Returns an image, or why it is none. Other errors of files may pass, and hosts must leave out the same images."""
     try:
         return read(paths.resolve(path).read_bytes())
-    except (OSError, images.UnreadableImage) as error:
-        return f"{path} cannot be read as an image ({error}); replace it, or set vision.questions.broken = 'skip'"
+    except (*_NO_IMAGE, images.UnreadableImage) as error:
+        return f"{path} cannot be read as an image ({error})"
 
 
 @functools.cache
@@ -501,7 +505,7 @@ class _Stream:
 
     def _skip(self, place: int, error: BrokenImage) -> None:
         if self._task.broken == "refuse":
-            raise error
+            raise BrokenImage(f"{error}; replace it, or set vision.questions.broken = 'skip'") from error
         self._broken.add(place)
         _report_once(str(error))
         self._intake.count("skipped because their images cannot be read")

@@ -86,8 +86,9 @@ def test_a_patch_has_the_position_of_its_place_after_all_patches_of_earlier_imag
     assert positions(batch, everything, images=4, shift=0, causal=causal) == batch["positions"].tolist()
 
 
-def test_positions_are_counted_by_the_number_of_images_of_a_segment():
-    """A segment of two images and one of a single image, whose patches begin at 0, wherever it is; no third image."""
+@pytest.mark.parametrize("causal", [True, False])
+def test_positions_are_counted_by_the_number_of_images_of_a_segment(causal):
+    """A segment of two images, and one of a single image, which follows text; no third image."""
     segments = [1] * 7 + [2] * 6 + [0]
     batch = {
         "slots": np.array([[0, 1, 2, 3, 8, 9, -1, -1]]),
@@ -96,8 +97,8 @@ def test_positions_are_counted_by_the_number_of_images_of_a_segment():
         "positions": np.array([[*range(7), *range(6), 0]], np.int32),
         "until": np.array([[5] * 6 + [6] + [11] * 5 + [12, 13]]),
     }
-    found = positions(batch, [[0, 4], [1, 3], [2, 4], [0, 1]], images=4, shift=3, causal=False)
-    assert found == [[0, 4, 6, 8, 10, 11, 12, 3, 2, 4, 6, 7, 8, 0]]
+    found = positions(batch, [[0, 4], [1, 3], [2, 4], [0, 1]], images=4, shift=3, causal=causal)
+    assert found == [[0, 4, 6, 8, 10, 11, 12, 0, 3, 5, 6, 7, 8, 0]]
 
 
 def computed(jaxpr, result):

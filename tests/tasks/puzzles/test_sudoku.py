@@ -1,11 +1,13 @@
 """Sudoku: solver, generator, symmetries, and held-out puzzles without training copies."""
 
+import gzip
 import itertools
 import json
 
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from tasks.puzzles import files, sudoku_puzzles, sudoku_sets, sudoku_solver
 from tasks.puzzles.sudoku_sets import SudokuSet, is_solved
 
@@ -207,6 +209,7 @@ def test_a_grid_as_text():
         ({"num_test": None}, "expected a number where puzzles are generated"),
         ({"num_aug": -1}, "num_aug = -1"),
         ({"clues": (9, 4)}, "clues 9 to 4"),
+        ({"clues": (5,)}, r"clues \(5,\), expected two numbers, such as \(4, 8\)"),
         ({"csv": "folder"}, "size 4 with csv"),
         ({"size": 9, "csv": "folder", "clues": (20, 22)}, "clues with csv, whose puzzles are not generated"),
     ],
@@ -306,3 +309,12 @@ def test_a_wrong_answer_of_the_public_file_is_named(csv_folder, tmp_path):
         from_csv(csv_folder).build(str(tmp_path / "set"))
     with pytest.raises(ValueError, match=r"train.csv and test.csv"):
         from_csv(tmp_path / "nowhere").build(str(tmp_path / "set"))
+
+
+def test_a_file_in_place_of_its_folder_and_a_compressed_file_are_refused(csv_folder, tmp_path):
+    with pytest.raises(UserError, match=r"test\.csv does not exist; csv names the folder"):
+        from_csv(csv_folder / "test.csv").build(str(tmp_path / "set"))
+    for file in csv_folder.glob("*.csv"):
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    with pytest.raises(UserError, match=r"is not text in UTF-8 .* if it is compressed, unpack it first"):
+        from_csv(csv_folder).build(str(tmp_path / "set"))

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from core.errors import UserError
+from core.files import paths
 from core.types import DataLayout
 from tasks import vision
 from tasks.text import documents, vocabularies
@@ -168,6 +169,7 @@ def test_a_broken_image_is_refused_or_skipped_and_counted(folder, capsys):
     assert all(next(train)["weights"].any(-1).all() for _ in range(5))
     said = capsys.readouterr().err
     assert said.count("4.png cannot be read") == 1
+    assert "broken = 'skip'" not in said
     assert "skipped because their images cannot be read: 1 of" in said
     weighted = dataclasses.replace(skipping, weighted=True).train(WHOLE, seed=0)
     assert all(next(weighted)["weights"].any(-1).all() for _ in range(20))
@@ -175,6 +177,24 @@ def test_a_broken_image_is_refused_or_skipped_and_counted(folder, capsys):
         (folder / f"{number}.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"no image of a stream can be read; the last: .*cannot be read as an image"):
         next(task(folder, broken="skip").train(WHOLE, seed=1))
+
+
+def test_an_image_that_could_not_be_read_once_is_not_left_out(folder, monkeypatch):
+    """A network may fail for a moment, and on one host only: the rows must not depend on it."""
+    skipping, kind, failing = task(folder, num_streams=1, broken="skip"), type(paths.resolve(folder)), [2]
+    read = kind.read_bytes
+
+    def unsteady(path):
+        failing[0] -= path.suffix == ".png"
+        if path.suffix == ".png" and not failing[0]:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return read(path)
+
+    monkeypatch.setattr(kind, "read_bytes", unsteady)
+    with pytest.raises(ConnectionResetError):
+        list(skipping.evaluation(WHOLE))
+    batches = list(skipping.evaluation(WHOLE))
+    assert sum(b["weights"].any(-1).sum() for b in batches) == 9
 
 
 @pytest.mark.parametrize(

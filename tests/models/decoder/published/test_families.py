@@ -560,6 +560,7 @@ def test_a_configuration_is_written_as_it_was_read(name):
             "nearest is qwen3, which needs attention.window = None (here 5)",
         ),
         ("gpt2", {"head_dim": 8}, "nearest is gpt2, which needs head_dim = None (here 8)"),
+        ("deepseek_v3", {"head_dim": 20}, "nearest is deepseek_v3, which needs head_dim = 6 (here 20)"),
         ("llama2", {"attention": "none"}, "needs attention = 'auto' (here 'none')"),
         ("llama2", {"feed_forward": Mlp(mlp_dim=40)}, "the nearest is llama, which needs mlp_dim = 44 (here 40)"),
         ("llama2", {"first_feed_forward": (Mlp(mlp_dim=48),)}, "needs mlp_dim = 44 (here (48, 44, 44))"),
