@@ -53,7 +53,10 @@ def is_sequence(value: Any, kind: type) -> bool:
 
 TEXT = expecting("text", lambda value: isinstance(value, str))
 TEXTS = expecting("a sequence of texts, such as ('linear/w',)", lambda value: is_sequence(value, str))
-_STEPS = expecting("a sequence of steps, such as (100,)", lambda value: is_sequence(value, int))
+_STEPS = expecting(
+    "a sequence of steps from 1 up, such as (100,)",
+    lambda value: is_sequence(value, int) and all(step >= 1 and not isinstance(step, bool) for step in value),
+)
 _RENAMES = expecting(
     "a dictionary of texts", lambda value: isinstance(value, Mapping) and is_sequence([*value, *value.values()], str)
 )

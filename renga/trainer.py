@@ -28,7 +28,7 @@ from launch.runs import continuation, prepared_run, train
 from launch.runs.progress import Waiting
 from parallel.strategy import Strategy
 
-_OWN = ("slice", "total_steps")  # fields of an experiment that follow from the devices and from `fit`
+_OWN = ("slice", "total_steps", "phase")  # these follow from the devices and from `fit`, which trains all phases
 _OF_WATCHDOG = {field.name for field in dataclasses.fields(settings_groups.Health)} - {"replica_check_interval"}
 
 

@@ -168,7 +168,8 @@ class Names:
     def _shadowed(self, module: types.ModuleType) -> Path | None:
         files = [folder / f"{module.__name__}.py" for folder in self._folders]
         origin = Path(getattr(module, "__file__", None) or "").resolve()
-        return next((file for file in files if file.is_file()), None) if origin not in files else None
+        is_one = origin in [file.resolve() for file in files]  # which may be links
+        return None if is_one else next((file for file in files if file.is_file()), None)
 
     def _failed_import(self, name: str, error: Exception) -> tuple[str, dict[str, str]]:
         if not (isinstance(error, ModuleNotFoundError) and (name + ".").startswith(f"{error.name}.")):

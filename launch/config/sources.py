@@ -1,7 +1,7 @@
 """Reads an experiment file, the files that it includes, and the bindings of the command line.
 
 gin's parser reads the statements; after a syntax error, reading continues with the next one. Unlike in gin, a file is
-read only where it is first included.
+read only where it is first included, unless the command line includes it again: its bindings then apply there.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from launch.environment import PACKAGE, WORKSPACE
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 Statement: TypeAlias = Binding | ImportStatement | IncludeStatement
 
-_ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # TypeError: an unhashable key of a dictionary
+ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # TypeError: an unhashable key of a dictionary
 _FEW_ERRORS = 3  # a text with more is not gin, unless it is a .gin file of which most parses
 _OTHER_SIGN = re.compile(r"(?P<name>[\w./]+) *(?P<sign>:=?|==) *(?P<value>[^\s=].*)")  # as YAML and others write
 _IMPORTS = re.compile(r"(?:from\s+[\w.]+\s+)?import\s+[\w.]+\s*,")
@@ -63,6 +63,7 @@ class Reader:
     def __init__(self, *, experiment_includes: bool = True):
         """Starts without sources; `experiment_includes`: whether the first one may include files."""
         self._experiment_includes = experiment_includes
+        self._orders = itertools.count()
         self.sources: dict[str, Source] = {}
         self.bindings: list[Binding] = []
         self.problems: list[ConfigProblem] = []
@@ -77,7 +78,10 @@ class Reader:
     def file(self, path: Path, *, ancestors: tuple[str, ...] = ()) -> None:
         """Reads a file, unless it was read before; failures become problems."""
         name = display(path)
-        if name not in self.sources:
+        if name in self.sources:
+            if ancestors and self.experiment not in (name, ancestors[0]) and len(ancestors) == 1:
+                self._apply_again(name, ancestors)
+        else:
             try:
                 text = path.read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
@@ -100,7 +104,13 @@ class Reader:
             if isinstance(statement, IncludeStatement):
                 self._include(statement, folder, reading=(*ancestors, name))
             elif isinstance(statement, Binding):
-                self.bindings.append(dataclasses.replace(statement, file=name, order=len(self.bindings)))
+                self.bindings.append(dataclasses.replace(statement, file=name, order=next(self._orders)))
+
+    def _apply_again(self, name: str, ancestors: tuple[str, ...]) -> None:
+        """Moves the bindings of a file behind all others."""
+        self.sources[name] = self.sources[name]._replace(ancestors=ancestors)
+        own = [dataclasses.replace(b, order=next(self._orders)) for b in self.bindings if b.file == name]
+        self.bindings = [*(b for b in self.bindings if b.file != name), *own]
 
     def _importable(self, statements: list[Statement], *, file: str) -> list[Statement]:
         found = []
@@ -119,14 +129,14 @@ class Reader:
     def _parsed(self, text: str, *, file: str) -> list[Statement]:
         try:
             return parse(text)
-        except _ERRORS:
+        except ERRORS:
             found, problems, lines = [], [], text.splitlines(keepends=True)
         starts = [i for i, line in enumerate(lines) if i == 0 or not re.match(r"[\s#)\]}]", line)]
         for start, end in itertools.pairwise([*starts, len(lines)]):
             piece = "".join(lines[start:end])
             try:
                 found += parse("\n" * start + piece)
-            except _ERRORS as error:
+            except ERRORS as error:
                 self.unclear |= set(re.findall(r"[\w.]+", piece))
                 self.complete &= bool(re.match(r"[\w./]+\s*=", piece) or _OTHER_SIGN.match(piece))
                 line = min(getattr(error, "lineno", None) or start + 1, len(lines))
@@ -143,7 +153,7 @@ class Reader:
             what = f"this configuration of a run includes '{written}'; what a run saves includes no file"
             self.problems.append(ConfigProblem(reading[-1], line, what, fix="remove the include"))
             return
-        folders = (WORKSPACE, Path.cwd(), folder)
+        folders = (folder, WORKSPACE, Path.cwd())
         path = find(written, folders=folders)
         if path is None:
             guess = closest(written, folders=folders)
@@ -204,11 +214,15 @@ def _not_gin(problems: Sequence[ConfigProblem], *, statements: int) -> ConfigPro
 
 
 def display(path: Path) -> str:
-    """Returns a path, relative to the workspace or the working directory if it is inside."""
+    """Returns a path, relative to the workspace or the working directory if it is inside.
+
+    A file of the working directory whose relative path the workspace has too keeps its whole path.
+    """
     path = path.resolve()
-    for folder in (WORKSPACE, Path.cwd()):
-        if path.is_relative_to(folder):
-            return path.relative_to(folder).as_posix()
+    if path.is_relative_to(WORKSPACE):
+        return path.relative_to(WORKSPACE).as_posix()
+    if path.is_relative_to(here := Path.cwd()) and not (WORKSPACE / path.relative_to(here)).exists():
+        return path.relative_to(here).as_posix()
     return path.as_posix()
 
 

@@ -10,7 +10,7 @@ from core.checkpoints import published_files, reading, steps
 from core.errors import UserError
 from core.files import paths
 from launch import environment
-from launch.config import LoadedConfig, differences, loader
+from launch.config import LoadedConfig, differences, loader, sources
 from launch.config.trust import Trust
 from launch.experiment import OF_PYTHON, Experiment
 from launch.settings import GROUPS
@@ -129,7 +129,7 @@ def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()
         try:
             saved = file.read_text()
             loader.parse(saved)
-        except (SyntaxError, UserError, UnicodeDecodeError) as error:
+        except sources.ERRORS as error:  # UserError and UnicodeDecodeError are ValueErrors
             print(f"left out: {file} is no configuration: {error}", file=sys.stderr)
             continue
         for text, runs in found.items():

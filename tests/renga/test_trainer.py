@@ -105,6 +105,7 @@ def trainer(run_dir, **changes):
         ({"run_dir": ""}, "run_dir = '': expected a local path or gs://"),
         ({"eval_batchs": 2}, "unknown setting 'eval_batchs': did you mean 'eval_batches'?"),
         ({"slice": "v4-8"}, "unknown setting 'slice'"),
+        ({"phase": 1}, "unknown setting 'phase'"),
         ({"step_limit_seconds": 5.0}, "step_limit_seconds = 5.0: nothing watches a process of Trainer"),
         ({"compile_limit_seconds": 5.0}, "compile_limit_seconds = 5.0: nothing watches a process of Trainer"),
         ({"heartbeat_timeout_seconds": None}, "heartbeat_timeout_seconds = None: nothing watches a process of"),
@@ -270,7 +271,7 @@ def test_another_model_in_a_run_directory_is_refused(tmp_path):
 
 
 def test_steps_marked_as_averaged_hold_the_average_and_readers_that_announce_it_use_it(tmp_path):
-    saves = {"checkpoint_interval": 4, "params_checkpoint_interval": 1, "keep_params_checkpoints": 3}
+    saves = {"checkpoint_interval": 4, "params_checkpoint_interval": 1, "keep_params_checkpoints": 4}
     plain = renga.optimizers.adamw(learning_rate=renga.optimizers.constant(0.1))
     raw = trainer(tmp_path / "raw", optimizer=plain, **saves)
     averaging = trainer(tmp_path / "mean", optimizer=renga.optimizers.averaged(optimizer=plain, decay=0.75), **saves)

@@ -298,7 +298,21 @@ def test_later_files_and_flags_override_earlier_ones(bench):
     bench.add("BATCH_SIZE = 65")
     assert bench.load().build().batch_size == 65
     assert bench.load("BATCH_SIZE = 66", "BATCH_SIZE = 67").build().batch_size == 67
-    assert bench.load("include 'big.gin'").build().batch_size == 65  # a file is read once, where it is first included
+    assert bench.load("include 'big.gin'").build().batch_size == 64  # the command line comes later, as it always does
+    assert bench.load("include 'big.gin'", "BATCH_SIZE = 66").build().batch_size == 66
+    assert bench.load("BATCH_SIZE = 66", "include 'big.gin'").build().batch_size == 64
+
+
+def test_a_file_beside_the_including_one_comes_first_and_files_of_one_name_are_distinct(tmp_path, monkeypatch):
+    """The user's own copy of a strategy, and an experiment with the name of one of the workspace."""
+    own = tmp_path / "gin"
+    (own / "strategies").mkdir(parents=True)
+    (own / "strategies/fsdp.gin").write_text("include 'gin/strategies/hsdp.gin'\nBATCH_SIZE = 64")
+    (own / "quickstart.gin").write_text("include 'gin/quickstart.gin'\ninclude 'strategies/fsdp.gin'")
+    for folder in (tmp_path, tmp_path.parent):
+        monkeypatch.chdir(folder)
+        built = config.load(own / "quickstart.gin").build()
+        assert (built.strategy.name, built.batch_size) == ("hsdp", 64)
 
 
 def test_a_second_include_of_a_file_has_no_effect(bench):
@@ -485,7 +499,9 @@ def test_a_later_file_displaces_an_earlier_one(bench):
     bench.write("two.gin", head + "STRATEGY = @strategies.pipeline()\nstrategies.pipeline.stages = 4")
     bench.write("toy.gin", EXPERIMENT.replace("STRATEGY = @strategies.fsdp()", "include 'one.gin'"))
     assert bench.load().build().strategy.mesh == (1, 2)
+    bench.add("include 'one.gin'")  # it has been read
     config = bench.load("include 'two.gin'")
+    assert bench.load("include 'two.gin'", "include 'one.gin'").build().strategy.mesh == (1, 2)
     assert config.build().strategy.mesh == (4,)
     assert [note.split(" is")[0] for note in config.notes] == ["one.gin:4: strategies.fsdp.tensor = 2"]
 
@@ -738,6 +754,16 @@ def test_a_message_shows_a_bounded_number_of_problems(bench):
 def test_a_file_that_is_indented_and_does_not_parse(bench):
     (bench.folder / "toy.gin").write_text("  BATCH_SIZE = (2\n")
     assert (bench.problem().place, bench.problem().what) == ("toy.gin:1", "a bracket or a string is not closed")
+
+
+def test_a_module_beside_the_experiment_may_be_a_link(bench):
+    """As every file of a mounted ConfigMap of Kubernetes is."""
+    bench.write(
+        "real/linked_tasks.py", "import dataclasses\nfrom toy import tasks\ndef mine(): return tasks.random(length=2)"
+    )
+    (bench.folder / "linked_tasks.py").symlink_to(bench.folder / "real/linked_tasks.py")
+    bench.add("import linked_tasks\nTASK = @linked_tasks.mine()")
+    assert bench.load().build().task.length == 2
 
 
 def test_a_module_that_another_one_shadows(bench):

@@ -241,7 +241,7 @@ def test_an_analysis_has_every_seed_that_was_run(folder, tmp_path, capsys):
     assert analyzed() == [f"{name}{seed}" for name in "abc" for seed in ("", "_seed1", "_seed20261128")]
     assert analyzed("--seeds", "1") == ["a", "b", "c"]
     capsys.readouterr()
-    for content in (b"this is (no gin", b"\xff"):
+    for content in (b"this is (no gin", b"\xff", b"X = (1,", b"X = {[]: 1}"):
         (root / "elsewhere" / "a_seed7" / "config.gin").write_bytes(content)
         assert analyzed("--seeds", "1") == ["a", "b", "c"]
         assert f"left out: {root}/elsewhere/a_seed7/config.gin is no configuration: " in capsys.readouterr().err
