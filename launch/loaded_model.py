@@ -223,6 +223,7 @@ class LoadedModel:
         slots: int | None = None,
         images: Sequence[Images] = (),
         on_tokens: Callable[[list[int | None]], bool | None] = lambda ids: None,
+        stop_ids: Sequence[int] = (),
     ) -> Iterator[list[Text]]:
         """Continues prompts, and yields the continuations of each batch.
 
@@ -238,6 +239,7 @@ class LoadedModel:
           images: the image files of each prompt; empty: no prompt has images.
           on_tokens: called with the new id of each prompt of the batch, None after its end or before it begins; True
             ends the batch early.
+          stop_ids: further ids that end a continuation.
 
         Raises:
           UserError: the model cannot continue a prompt.
@@ -254,7 +256,7 @@ class LoadedModel:
                 seed=seed,
                 slots=slots,
                 first_row=first,
-                stop_ids=self.stop_ids,
+                stop_ids=(*self.stop_ids, *stop_ids),
                 num_ids=num_ids,
                 vectors=() if sight is None else [sight.vectors(*each) for each in of_prompts],
                 on_tokens=on_tokens,

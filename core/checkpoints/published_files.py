@@ -21,6 +21,7 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"  # of models that read images
 CHAT_TEMPLATE = "chat_template.json"  # of their older folders
+TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -28,7 +29,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     GENERATION_CONFIG,
-    "chat_template.jinja",
+    TEMPLATE,
     "tokenizer.model",
     "vocab.json",
     "merges.txt",

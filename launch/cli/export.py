@@ -197,8 +197,9 @@ def _free_folder(text: str) -> paths.Path:
     out = paths.resolve(text)
     if paths.is_remote(out):
         raise UserError(f"--out {text}: expected a local folder; copy it to the bucket afterwards")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {text}: the folder is not empty; give a new one")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "the folder is not empty" if out.is_dir() else "this is a file"
+        raise UserError(f"--out {text}: {what}; give a new folder")
     return paths.check_writable(out)
 
 
@@ -268,5 +269,8 @@ def _write_small_files(experiment: Experiment, exported: Exported, out: paths.Pa
     for name in published_files.TOKENIZER_FILES:
         if (vocabulary.folder / name).exists():
             (out / name).write_bytes((vocabulary.folder / name).read_bytes())
+    older = vocabulary.folder / published_files.CHAT_TEMPLATE
+    if older.exists() and not (out / published_files.TEMPLATE).exists():  # it comes before that of the tokenizer
+        (out / published_files.TEMPLATE).write_text(published_files.read_object(older)["chat_template"])
     _, generation = _generation(experiment)
     (out / published_files.GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")

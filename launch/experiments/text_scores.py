@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from core.errors import UserError
+from core.types import LimitsCache, can
 from launch.loaded_model import LoadedModel
 from parallel.generation.likelihood import Likelihood, Pair, Scorer, windows
 from parallel.generation.sampling import GREEDY, Sampling
@@ -99,9 +101,16 @@ class TextScores:
                 sampling=sampling,
                 seed=seed + first,
                 on_tokens=_StopsEveryRow(self.model, until, [ids[i] for i in batch]).add,
+                stop_ids=self._special(until),
             )
             texts |= {i: cut(one.text, until) for i, one in zip(batch, found, strict=True)}
         return [texts[i] for i in range(len(ids))]
+
+    def _special(self, until: Sequence[str]) -> list[int]:
+        """Returns the ids of stop strings that are special tokens, which decoded text leaves out."""
+        vocabulary = self.model.vocabulary
+        encoded = [] if vocabulary is None else [vocabulary.encode(text) for text in until]
+        return [ids[0] for ids in encoded if len(ids) == 1 and not self.model.decoded(ids)]
 
 
 class _StopsEveryRow:
@@ -109,11 +118,13 @@ class _StopsEveryRow:
         self._model, self._until, self._prompts = model, until, prompts
         self._ids: list[list[int]] = [[] for _ in prompts]
         self._stopped = [False] * len(prompts)
+        of_model: Any = model.program.model
+        self._waits = can(of_model, LimitsCache) and of_model.max_cached_positions is not None
 
     def add(self, ids: Sequence[int | None]) -> bool:
         for row, new in enumerate(ids):
-            if new is None:  # the row has ended, or has not begun
-                self._stopped[row] |= bool(self._ids[row])
+            if new is None:  # the row has ended or, where rows wait for others, has not begun
+                self._stopped[row] |= bool(self._ids[row]) or not self._waits
             elif not self._stopped[row]:
                 self._ids[row].append(new)
                 text = self._model.decoded(self._ids[row], after=self._prompts[row])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self, TypeGuard
 
 from core import units
-from core.errors import UserError, check_number
+from core.errors import UserError, check_integer, check_number
 from core.rematerialization import OnHost, Remat
 from models import derivatives, quantized
 from models.decoder import chunked_loss, rotary
@@ -170,15 +170,15 @@ class DecoderConfig(Decoder):
     vocab_multiple: int = 128
 
     def __post_init__(self):
-        for field in (*_COUNTS, *_OPTIONAL_COUNTS):
-            if (value := getattr(self, field)) is not None and value < 1:
-                raise UserError(f"Transformer.{field} = {value}: expected at least 1")
+        for field in (*_COUNTS, *_OPTIONAL_COUNTS, "vocab_multiple"):
+            if (value := getattr(self, field)) is not None or field not in _OPTIONAL_COUNTS:
+                check_integer(value, where=f"Transformer.{field}", least=1)
         is_count = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
         if self.loss_chunk is not None and not is_count:
             raise UserError(f"Transformer.loss_chunk = {self.loss_chunk!r}: expected None, 0 or a number of positions")
         for field in _POSITIVE:
-            if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
-                raise UserError(f"Transformer.{field} = {value}: expected a finite number above 0")
+            if (value := getattr(self, field)) is not None:
+                check_number(value, where=f"Transformer.{field}", is_positive=True)
         for field, choices in _CHOICES.items():
             if getattr(self, field) not in choices:
                 raise UserError(

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from core import stack
 from core.batches import row_length
 from core.errors import UserError
-from core.types import ExtendsCache, Generates, HasVocabulary, LimitsPositions, Params, can, missing
+from core.types import ChoosesKernels, ExtendsCache, Generates, HasVocabulary, LimitsPositions, Params, can, missing
 from parallel.generation.decoding import text_batch
 from parallel.partitioner import Program
 
@@ -25,6 +25,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its contin
 USUAL_LENGTH = 2048  # of models that do not limit their positions
 _SHORTEST = 64  # rows are padded to 64, 96, 128, 192, 256 … positions
 _LOGITS_BYTES = 2**28  # per shard of rows
+_TILE = 128  # the fewest positions that the splash kernel computes at once
 
 
 class Likelihood(NamedTuple):
@@ -55,7 +56,9 @@ class Scorer:
         self._params: Any = params
         self._fixed = None if can(model, ExtendsCache) else row_length(program.spec)
         limit = model.max_positions if can(model, LimitsPositions) else None
-        self.max_length = self._fixed or limit or USUAL_LENGTH
+        self.max_length = self._fixed or limit or max(USUAL_LENGTH, row_length(program.spec))
+        is_tiled = can(model, ChoosesKernels) and model.attention == "splash"
+        self._unit = _TILE if is_tiled else 1
         everywhere = NamedSharding(program.partitioner.mesh, PartitionSpec())  # each host reads all rows
         self._sums = jax.jit(self._scored_sums, out_shardings=everywhere)
 
@@ -100,7 +103,7 @@ class Scorer:
         length = _SHORTEST
         while length < needed:
             length = length * 3 // 2 if length & (length - 1) == 0 else length * 4 // 3
-        return length
+        return -(-length // self._unit) * self._unit
 
     def _rows(self, length: int) -> int:
         size = self._model.vocab_size if can(self._model, HasVocabulary) else 1

@@ -166,6 +166,14 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def begins_with_bos(self) -> bool:
+        """Whether transformers begins a text with the begin-of-text id.
+
+        Its Llama tokenizers take that from a setting, whatever the tokenizer's own template says.
+        """
+        kind = self._setting("tokenizer_class", expected="text", fits=lambda value: isinstance(value, str)) or ""
+        is_added = self._setting("add_bos_token", expected="a boolean", fits=lambda value: isinstance(value, bool))
+        if kind.startswith("LlamaTokenizer") and is_added and self._id("bos") is not None:
+            return True
         return self._tokenizer.encode("a").ids[:1] == [self.bos_id]
 
     @functools.cached_property

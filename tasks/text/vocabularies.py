@@ -53,7 +53,7 @@ class Numbers(Vocabulary):
     """Writes ids as decimal numbers, for data that is not text."""
 
     pad_id = PAD_ID
-    eos_id = 1
+    eos_id = -1  # 1 is a number, as all ids are
     bos_id = PAD_ID
 
     def __init__(self, size: int) -> None:

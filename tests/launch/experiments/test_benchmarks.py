@@ -96,6 +96,25 @@ def test_continuations_end_before_the_first_stop_string(scores, monkeypatch):
     assert text_scores.cut("abcabd", ["bd", "ca"]) == "ab"
 
 
+def test_stop_strings_that_are_special_tokens_end_a_continuation(folder, tmp_path):
+    """Text leaves them out, so that they are looked for among the ids."""
+    shutil.copytree(folder, tmp_path / "special")
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens(["w7"])
+    made.save(str(tmp_path / "special" / "tokenizer.json"))
+    special = text_scores.TextScores(loaded_model.load(str(tmp_path / "special")))
+    assert special._special(["w7", "w8", "w8 w9"]) == [7]
+    [[found]] = special.model.batches(["w5"], rows=1, max_tokens=30)
+    [[ended]] = special.model.batches(["w5"], rows=1, max_tokens=30, stop_ids=[found.ids[2]])
+    assert list(ended.ids) == list(found.ids[: [*found.ids].index(found.ids[2])])
+
+
+def test_a_row_that_ends_at_once_does_not_keep_the_others_running(scores):
+    rows = text_scores._StopsEveryRow(scores.model, ["w3"], [[5], [6]])
+    assert not rows.add([None, 7])
+    assert rows.add([None, 3])
+
+
 class Request:
     def __init__(self, *args):
         self.args = args
@@ -135,7 +154,9 @@ def test_options_of_generation():
     assert drawn == {"until": [], "max_tokens": 7, "sampling": Sampling(0.5, 0, 0.9)}
     with pytest.raises(UserError, match="num_beams, penalty are not known here"):
         options({"num_beams": 4, "penalty": 1})
-    for wrong in ({"until": 3}, {"until": [3]}, {"max_gen_toks": "many"}, {"max_gen_toks": 0}, {"temperature": "hot"}):
+    assert options({"temperature": 0.7, "top_k": -1})["sampling"] == Sampling(0.7)  # all, as others write it
+    several = [{"until": 3}, {"until": [3]}, {"max_gen_toks": "many"}, {"max_gen_toks": 0}, {"temperature": "hot"}]
+    for wrong in (*several, {"temperature": -1.0}, {"temperature": 0.5, "top_p": 1.5}):
         with pytest.raises(UserError, match=r"malformed generation options \{"):
             options(wrong)
 

@@ -302,16 +302,19 @@ def test_flops_of_the_7b():
     ("changes", "message"),
     [
         ({"num_kv_heads": 3}, "not a multiple of num_kv_heads = 3"),
-        ({"head_dim": -8}, r"Transformer.head_dim = -8: expected at least 1"),
-        ({"head_dim": 0}, r"Transformer.head_dim = 0: expected at least 1"),
-        ({"max_positions": 0}, r"Transformer.max_positions = 0: expected at least 1"),
+        ({"head_dim": -8}, r"Transformer.head_dim = -8: expected an integer of at least 1"),
+        ({"head_dim": 0}, r"Transformer.head_dim = 0: expected an integer of at least 1"),
+        ({"max_positions": 0}, r"Transformer.max_positions = 0: expected an integer of at least 1"),
         ({"logit_softcap": 0.0}, r"Transformer.logit_softcap = 0.0: expected a finite number above 0"),
+        ({"vocab_multiple": 0}, r"Transformer.vocab_multiple = 0: expected an integer of at least 1"),
+        ({"num_layers": 2.0}, r"Transformer.num_layers = 2.0: expected an integer of at least 1"),
+        ({"rope_theta": "1e6"}, r"Transformer.rope_theta = '1e6': expected a finite number above 0"),
         ({"norm_eps": math.nan}, r"Transformer.norm_eps = nan: expected a finite number above 0"),
         ({"rope_theta": math.inf}, r"Transformer.rope_theta = inf: expected a finite number above 0"),
         ({"embed_dim": 66}, "does not divide over num_heads = 4"),
         ({"remat": "half"}, "expected one of none, projections, attention_and_mlp, attention_and_up, attention, atten"),
         ({"dtype": "float16"}, "expected one of bfloat16, float32"),
-        ({"num_layers": 0}, "expected at least 1"),
+        ({"num_layers": 0}, "expected an integer of at least 1"),
     ],
 )
 def test_wrong_sizes_are_refused(changes, message):

@@ -82,6 +82,23 @@ def test_few_shapes_are_compiled_and_long_contexts_lose_their_beginning(monkeypa
     assert batches[-1][:2].tolist() == [[4] * 95 + [1, 2]] * 2
 
 
+@pytest.mark.parametrize(("length", "most"), [(16, 2048), (4096, 4096)])
+def test_a_model_without_a_limit_scores_rows_as_long_as_it_was_trained_on(length, most):
+    model = Transformer(**SIZES)
+    at = Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices()[:4])
+    rule = optimizers.adamw(learning_rate=optimizers.constant(0.0))
+    program = at.program(model, rule, streams.batch_spec(16, length=length), seed=0)
+    assert likelihood.Scorer(program, None).max_length == most
+
+
+def test_rows_have_whole_tiles_where_the_splash_kernel_is_chosen():
+    lengths = {}
+    for choice in ("splash", "auto"):
+        scorer = likelihood.Scorer(program_of(attention=choice), None)
+        lengths[choice] = [scorer._length(([1] * n, [1])) for n in (10, 100, 130, 200, 300)]
+    assert lengths == {"splash": [128, 128, 256, 256, 384], "auto": [64, 128, 192, 256, 384]}
+
+
 def test_a_text_is_split_into_windows_that_score_each_id_once():
     assert likelihood.windows(range(10), prefix=99, length=4) == [
         ([99], [0, 1, 2, 3]),

@@ -48,6 +48,22 @@ def test_id_zero_is_an_ordinary_token_and_the_template_says_where_a_text_begins(
     assert bpe.stop_ids == (2,)
 
 
+@pytest.mark.parametrize(
+    ("settings", "begins"),
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}, True),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, False),
+        ({"tokenizer_class": "GPT2TokenizerFast", "add_bos_token": True}, False),
+    ],
+)
+def test_a_setting_of_llama_s_tokenizers_says_whether_a_text_begins_with_its_id(tmp_path, settings, begins):
+    """As in DeepSeek-R1-Distill-Qwen, whose tokenizer.json has no template."""
+    shutil.copytree(HERE / "bpe", tmp_path / "copy")
+    file = tmp_path / "copy" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": "<|endoftext|>"} | settings))
+    assert vocabularies.tokenizer(str(tmp_path / "copy")).begins_with_bos == begins
+
+
 @pytest.mark.parametrize("name", ["bpe", "unigram", "strips a space", "bytes"])
 def test_a_continuation_is_decoded_as_part_of_its_text(tmp_path, name):
     """Decoders such as those of Llama 2 strip a space at the beginning of what they decode."""

@@ -113,6 +113,7 @@ def test_a_file_that_is_no_model_is_named(tmp_path):
 def test_a_prompt_of_numbers_that_has_a_word_or_an_id_outside_is_an_error():
     numbers = vocabularies.Numbers(10)
     assert numbers.encode("3 0  9") == [3, 0, 9]
+    assert numbers.eos_id not in range(10)  # none of them ends a continuation
     for prompt, said in (("3 four", "'four' is no id of"), ("-1", "'-1' is no id of"), ("10", "expected 0 to 9")):
         with pytest.raises(UserError, match=said):
             numbers.encode(prompt)
