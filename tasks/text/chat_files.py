@@ -126,7 +126,10 @@ class ChatFiles(Corpus):
             found += [*wrong, *documents.first_problems(files, first=first, where=f"text.chats.{name}")]
         if not found and not any(map(paths.is_remote, (*self.train, *self.validation))):
             least = {"train": self.num_streams, "validation": 1}  # the validation split is read as one stream
-            found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < least[split]]
+            try:
+                found += [self._too_few(split) for split, lines in self._splits.items() if len(lines) < least[split]]
+            except UserError as error:  # of a line behind those that were checked above
+                found.append(str(error))
         return found
 
     def overlaps(self, *, remote: bool) -> list[Problem]:
@@ -285,7 +288,8 @@ def segment(chat: Chat, vocabulary: ChatVocabulary) -> packing.Segment:
     ids, offsets = vocabulary.encode_with_offsets(text)
     learned = [any(start < last and first < end for first, last in answers) for start, end in offsets]
     if not chat.messages:  # a template writes special tokens itself
-        begun = with_bos(ids, vocabulary) if vocabulary.begins_with_bos else ids
+        needs_bos = vocabulary.begins_with_bos or not chat.prompt  # the first id of the completion follows something
+        begun = with_bos(ids, vocabulary) if needs_bos else ids
         learned = [False] * (len(begun) - len(ids)) + learned
         ids = with_eos(begun, vocabulary)
         learned += [True] * (len(ids) - len(begun))

@@ -147,7 +147,7 @@ class SeqioCache(DocumentSource):
             try:
                 check = functools.partial(lock.check, now=True)
                 most = processes or len(os.sched_getaffinity(0))
-                self._write(most, beam, filters, say=say, report=report or Progress(say), check=check)
+                self._write(most, beam, filters, say=say, report=report, check=check)
             finally:
                 lock.release()
                 seqio_pipeline.PROCESSES.close()
@@ -179,7 +179,8 @@ class SeqioCache(DocumentSource):
         filters: "Filters | None",
         *,
         check: Callable[[], None],
-        **options: Any,
+        say: Callable[[str], None],
+        report: Callable[[Counts], None] | None,
     ) -> None:
         definition, folder, asked = self.definition, paths.resolve(self.path), self._identity()
         jobs = [
@@ -193,7 +194,7 @@ class SeqioCache(DocumentSource):
             raise UserError(f"{self.path} has other files than the cache of {self.asked.name} ({found}): name another")
         submit = self._make_parts(jobs, filters, beam.arguments(processes)) if beam else seqio_pipeline.PROCESSES.submit
         for job in jobs:
-            job.write(processes, submit, check=check, **options)
+            job.write(processes, submit, check=check, say=say, report=report or Progress(say))
         saved = {key: value for key, value in definition.items() if key != "problems"} | {"asked": asked}
         for split in SPLITS:
             if not any(cache.about["splits"][split]["documents"] for cache in self._caches(definition)):

@@ -126,7 +126,13 @@ class SeqioStream(Stream):
         """Returns a zip archive of the files of a tf.train.Checkpoint."""
         buffer = io.BytesIO()
         with tempfile.TemporaryDirectory() as folder:
-            self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
+            try:
+                self._tf.train.Checkpoint(iterator=self._iterator).write(f"{folder}/position")
+            except self._tf.errors.OpError as error:
+                raise UserError(
+                    f"{self._where}: TensorFlow cannot save a position in it, as where a pipeline calls Python "
+                    f"({error.message.strip().splitlines()[0]}): read it from a cache, without text.seqio.live"
+                ) from error
             with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
                 for path in sorted(pathlib.Path(folder).iterdir()):
                     archive.write(path, path.name)
@@ -161,7 +167,7 @@ def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
             lengths,
             split=spec.split,
             shuffle=spec.seed is not None,
-            seed=spec.seed,
+            seed=0 if spec.seed is None else spec.seed,  # without one, each host would draw otherwise
             num_epochs=1 if spec.once else None,
             shard_info=seqio.ShardInfo(spec.index, spec.num_streams),
             try_in_mem_cache=False,  # a cache would be saved with the position

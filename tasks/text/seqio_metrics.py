@@ -33,7 +33,7 @@ class Measured(NamedTuple):
         found, evaluator = require_metrics(self.name, self.module), _evaluator(self)
         asked = {}
         for task in evaluator.eval_tasks:
-            asked[task.name] = {"kinds": kinds(task), "pairs": _pairs(evaluator.cached_model_datasets[task.name])}
+            asked[task.name] = {"kinds": kinds(task), "pairs": _pairs(evaluator.cached_task_datasets[task.name])}
         return {"eos_id": seqio_tasks.eos_id(found.output_features["targets"].vocabulary), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -135,11 +135,10 @@ def _evaluator(measured: Measured) -> Any:
 
 def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
     """Returns the ids before the targets, beginning with id 0, and the targets of each example."""
-    examples = [example for _, example in dataset.as_numpy_iterator()]
+    examples = list(dataset.as_numpy_iterator())
     if not examples:
         raise UserError("the validation split of the task has no examples")
-    rows = [(each["decoder_target_tokens"], each["decoder_loss_weights"] > 0) for each in examples]
-    return [([0, *ids[: np.argmax(is_target)].tolist()], ids[is_target].tolist()) for ids, is_target in rows]
+    return [([0, *map(int, each.get("inputs", ()))], [int(i) for i in each["targets"]]) for each in examples]
 
 
 def _padded(answers: Sequence[Sequence[int]], eos_id: int) -> list[list[int]]:

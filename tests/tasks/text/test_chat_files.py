@@ -195,6 +195,23 @@ def test_a_malformed_line_is_named_before_a_run_and_when_read(tmp_path, tokenize
         make_task(path, tokenizer).corpus.lines("train")
 
 
+def test_a_malformed_line_behind_those_that_are_tried_first_is_a_problem_like_others(tmp_path, tokenizer):
+    good = json.dumps({"prompt": "a" * 700, "completion": "b"})
+    (tmp_path / "long.jsonl").write_text("\n".join([good] * 1600 + [json.dumps({"prompt": "a", "completion": ""})]))
+    (found,) = make_task(tmp_path / "long.jsonl", tokenizer).problems()
+    assert "long.jsonl:1601: completion is ''" in str(found)
+
+
+def test_all_of_a_completion_without_a_prompt_is_learned(tokenizer):
+    """Its first id follows the begin-of-text id, also with a tokenizer that begins no text with it."""
+    assert not tokenizer.begins_with_bos
+    chat = chat_files.read_chat("f", 1, json.dumps({"prompt": "", "completion": "some words"}).encode())
+    segment = chat_files.segment(chat, tokenizer)
+    assert segment.targets.tolist() == [*tokenizer.encode("some words"), tokenizer.eos_id]
+    assert segment.weights.all()
+    assert segment.inputs[0] == tokenizer.bos_id
+
+
 def test_settings_that_cannot_work_are_refused(tmp_path, chat_file, tokenizer):
     assert "DATA is not set" in make_task("", tokenizer).problems()[0]
     (tmp_path / "a.txt").write_text("a")
