@@ -12,7 +12,7 @@ import io
 import pathlib
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ _HARMLESS = (
     # A row has only the task's output features; other features, such as texts before tokenization, are by-products.
     "Features not in `features_length` will be removed during packing: %s",
 )
+_ZERO = "an id is 0, which is padding in live rows: read the task from a cache, without text.seqio.live"
 _NAMES = {
     "inputs": "decoder_input_tokens",
     "targets": "decoder_target_tokens",
@@ -158,12 +159,21 @@ def batch_of(features: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
     return {**batch, "inputs": batch["inputs"] * (batch["segment_ids"] > 0)}
 
 
+def _without_zero(example: Mapping[str, Any], *, names: Sequence[str]) -> Mapping[str, Any]:
+    """Returns an example; reading it fails if an id of these features is 0, which seqio packs as padding."""
+    tf = tensorflow()
+    ids = [example[name] for name in names]
+    with tf.control_dependencies([tf.debugging.assert_none_equal(each, each * 0, message=_ZERO) for each in ids]):
+        return {name: tf.identity(value) for name, value in example.items()}
+
+
 def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
     """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T]."""
     tf, seqio = tensorflow(), seqio_tasks.library()
     lengths = corpus.lengths(spec.length)
     with log_filters.without_records(*_HARMLESS):
-        examples = seqio_tasks.registered(corpus.asked.name, module=corpus.asked.module).get_dataset(
+        task = seqio_tasks.registered(corpus.asked.name, module=corpus.asked.module)
+        examples = task.get_dataset(
             lengths,
             split=spec.split,
             shuffle=spec.seed is not None,
@@ -172,6 +182,8 @@ def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
             shard_info=seqio.ShardInfo(spec.index, spec.num_streams),
             try_in_mem_cache=False,  # a cache would be saved with the position
         )
+        if not seqio_tasks.reserves_zero(task.output_features["targets"].vocabulary):
+            examples = examples.map(functools.partial(_without_zero, names=tuple(lengths)))
         packed = seqio.DecoderFeatureConverter(pack=True)(examples, lengths)
     options = tf.data.Options()  # everything that tf.data prefetches is saved with the position
     options.deterministic = True

@@ -64,7 +64,7 @@ def test_every_header_has_the_command_of_a_rehearsal(experiment):
 def test_the_rehearsal_in_a_header_passes(launch, experiment, tmp_path):
     slice_name, flags = rehearsal(experiment)
     where = ["--slice", slice_name, "--run-dir", str(tmp_path)]
-    said = launch("train", f"gin/{experiment}", *where, *flags, slice_name=slice_name)
+    said = launch("train", f"gin/{experiment}", *where, *flags, slice_name=slice_name, timeout=900)
     assert re.search("PASS .*20 steps; restored at step 10, 10 steps repeated bit for bit", said)
 
 

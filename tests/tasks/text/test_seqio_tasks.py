@@ -10,7 +10,7 @@ import pytest
 from core.errors import UserError
 from launch import environment
 from tasks import text
-from tasks.text import seqio_live, seqio_pipeline, seqio_tasks
+from tasks.text import seqio_live, seqio_metrics, seqio_pipeline, seqio_tasks
 from tasks.text.documents import StreamSpec
 from tasks.text.ids import before_end
 
@@ -68,6 +68,27 @@ seqio.TaskRegistry.add(
     preprocessors=[],
     output_features={"targets": seqio.Feature(seqio.PassThroughVocabulary(9), add_eos=False)},
 )
+seqio.TaskRegistry.add(
+    "of_ids_with_zero",
+    source=seqio.FunctionDataSource(
+        lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices({"targets": [[3, 0, 4]]}),
+        splits=["train", "validation"],
+    ),
+    preprocessors=[],
+    output_features={"targets": seqio.Feature(seqio.PassThroughVocabulary(9, eos_id=8), add_eos=False)},
+    metric_fns=[lambda targets, scores: {"score": 0.0}],
+)
+seqio.TaskRegistry.add(
+    "from_python",
+    source=seqio.FunctionDataSource(
+        lambda split, shuffle_files, seed=None: tf.data.Dataset.from_generator(
+            lambda: iter([{"targets": [3, 4]}] * 9), output_signature={"targets": tf.TensorSpec([None], tf.int32)}
+        ),
+        splits=["train"],
+    ),
+    preprocessors=[],
+    output_features={"targets": seqio.Feature(seqio.PassThroughVocabulary(9), add_eos=False)},
+)
 seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelled", 1.0)])
 """
 
@@ -118,6 +139,32 @@ def test_a_vocabulary_without_an_end_of_document_id_has_minus_one_live_as_in_a_c
     vocabulary = seqio_tasks.SeqioVocabulary("of_ids")
     assert vocabulary.eos_id == seqio_tasks.described("of_ids")["eos_id"] == -1
     assert before_end([3, 4], vocabulary) == [3, 4]
+
+
+@pytest.mark.slow
+def test_an_id_zero_is_refused_in_live_rows_and_kept_in_what_metrics_ask(registered):
+    """seqio packs it as padding."""
+    stream = live_stream("of_ids_with_zero")
+    with pytest.raises(UserError, match=r"an id is 0, which is padding in live rows: read the task from a cache"):
+        next(stream)
+    assert next(live_stream("of_ids"))["targets"].max() == 4
+    asked = seqio_metrics.Measured("of_ids_with_zero", None).questions()
+    assert asked["tasks"]["of_ids_with_zero"]["pairs"] == [([0], [3, 0, 4])]
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_calls_python_says_that_its_position_cannot_be_saved(registered):
+    stream = live_stream("from_python")
+    next(stream)
+    with pytest.raises(
+        UserError, match=r"cannot save a position in it, as where a pipeline calls Python .*from a cache"
+    ):
+        stream.state()
+
+
+def live_stream(name):
+    task = text.seqio(name=name, length=16, num_streams=1, live=True)
+    return task.corpus.open_stream(StreamSpec("train", 0, 1, 2, 16, 3, task.vocabulary))
 
 
 @pytest.mark.slow
