@@ -180,13 +180,14 @@ _OLD_FLAGS = {  # by command
     ("evaluate", "--seqio"): ("--task",),
 }
 _VALIDATED = "gin/quickstart.gin"  # the default experiment of `validate`
+_WITH_NAMES = ("--run-dir", "--tpu", "--zone", "--project", "--gin")  # flags whose values are free text
 
 
 def current(argv: Sequence[str]) -> list[str]:
     """Replaces old names in a command line, and prints notes about them."""
     command, *words = argv
-    # SLICE validate [EXPERIMENT.gin] [--flags]; after a flag, the word is its value
-    places = [i for i, word in enumerate(words[1:], 1) if word == "validate" and not words[i - 1].startswith("-")]
+    # SLICE validate [EXPERIMENT.gin] [--flags]; after some flags, the word is a value
+    places = [i for i, word in enumerate(words[1:], 1) if word == "validate" and words[i - 1] not in _WITH_NAMES]
     if command == "pod" and places:
         at = places[0]
         named = [word for word in words[at + 1 : at + 2] if word.endswith(".gin")]

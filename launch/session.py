@@ -418,7 +418,8 @@ class Session:
             return optimizer.evaluated(state.params, state.opt_state)
 
         def due_alone(step: int) -> bool:
-            return step % every == 0 or step == run.last_step
+            is_due = step % every == 0 or step == run.last_step
+            return is_due and not preemption.needs_state(step)  # the whole state must not wait then
 
         # At the same step, the parameters come first: the whole state takes longer, beside the next steps.
         return [hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check), save]

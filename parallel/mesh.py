@@ -157,13 +157,13 @@ def devices_of(slice: Slice) -> list[jax.Device]:
 def provide_cpu_devices(count: int) -> None:
     """Makes JAX create at least `count` CPU devices; raises UserError if it has created fewer."""
     try:
-        if jax.config.values["jax_num_cpu_devices"] < count:
+        if max(jax.config.values["jax_num_cpu_devices"], 1) < count:
             jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # they exist
-        if len(jax.devices("cpu")) < count:
+        if (number := len(jax.devices("cpu"))) < count:
             raise UserError(
-                f"{count} devices are needed, and a module of the experiment used a device when it was imported (an "
-                f"array, jax.random.key …), which fixes their number: set JAX_NUM_CPU_DEVICES={count}"
+                f"{count} devices are needed, and this process has made {number} (a module of the experiment may have "
+                f"used one when it was imported: an array, jax.random.key …): set JAX_NUM_CPU_DEVICES={count}"
             ) from error
 
 

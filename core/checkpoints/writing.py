@@ -293,15 +293,17 @@ class SaveCosts:
     def add(self, cost: Cost) -> None:
         """Records a completed save."""
         self._costs.append(cost)
+        what = "parameters_checkpoint" if cost.alone else "checkpoint"
         values = {
-            "checkpoint/blocked_seconds": cost.blocked_seconds,
-            "checkpoint/write_seconds": cost.write_seconds,
-            "checkpoint/bytes": float(cost.bytes),
+            f"{what}/blocked_seconds": cost.blocked_seconds,
+            f"{what}/write_seconds": cost.write_seconds,
+            f"{what}/bytes": float(cost.bytes),
         }
         self._write(cost.step, values)
         if len(self._costs) == 1:
+            of = f"{units.size(cost.bytes)}{' (parameters alone)' * cost.alone}"
             self._say(
-                f"step {cost.step:>6}: checkpoint of {units.size(cost.bytes)} saved; training waited "
+                f"step {cost.step:>6}: checkpoint of {of} saved; training waited "
                 f"{units.seconds(cost.blocked_seconds, digits=2)}, "
                 f"writing took {units.seconds(cost.write_seconds, digits=2)}"
             )

@@ -434,9 +434,11 @@ class Skip(Hook):
 class RollBack(Hook):
     """Makes the loop continue from the newest checkpoint, at most MOST_ROLLED_BACK times without progress."""
 
-    def __init__(self, say: Say, *, newest: Callable[[], int | None] = lambda: None):
-        """`say(step, metric, sentence)` is called for every rollback; `newest` returns the step of a checkpoint."""
-        self._say, self._newest = say, newest
+    def __init__(
+        self, say: Say, *, newest: Callable[[], int | None] = lambda: None, wait: Callable[[], None] = lambda: None
+    ):
+        """`say(step, metric, sentence)` is called for every rollback; others are as in `policy_hook`."""
+        self._say, self._newest, self._wait = say, newest, wait
         self._failed_at = 0
         self._in_vain = 0
 
@@ -451,6 +453,7 @@ class RollBack(Hook):
         if self._in_vain > MOST_ROLLED_BACK:
             in_vain = f"Rolled back {MOST_ROLLED_BACK} times and got no further than step {self._failed_at}."
             raise NonFiniteLossError(report.step, f"{bad}. {_CAUSES}. {in_vain}")
+        self._wait()  # an incomplete save would not be found
         newest = self._newest()
         where = "the start, because there is no checkpoint" if newest is None else f"the checkpoint of step {newest}"
         self._say(self._failed_at, ROLLED_BACK, f"{said} Back to {where}, with the data after this.")
@@ -483,5 +486,5 @@ def policy_hook(
         case "skip":
             return Skip(say)
         case "roll_back":
-            return RollBack(say, newest=newest)
+            return RollBack(say, newest=newest, wait=wait)
     return Stop(newest=newest, wait=wait)

@@ -322,9 +322,10 @@ def _from_workspace(directory: str) -> str:
 
 def _require_kept(directory: str) -> None:
     """Raises UserError if the next start would delete a run directory of a host together with the shipped workspace."""
-    inside = posixpath.normpath(directory.removeprefix(workstation.HOME))
-    is_inside = directory.startswith(workstation.HOME) or not directory.startswith(("/", "~"))
-    if not paths.is_remote(directory) and is_inside and inside.partition("/")[0] != workstation.KEPT:
+    path = posixpath.normpath(directory) + "/"
+    inside = posixpath.normpath(path.removeprefix(workstation.HOME))
+    is_inside = path.startswith(workstation.HOME) or not path.startswith(("/", "~"))
+    if "://" not in directory and is_inside and inside.partition("/")[0] != workstation.KEPT:
         raise UserError(
             f"--run-dir {directory}: this is in the shipped workspace, which each start replaces, except for "
             f"{workstation.KEPT}/. Give --run-dir gs://BUCKET/…, {workstation.KEPT}/NAME or a directory outside"

@@ -181,7 +181,7 @@ def load(
     flags = {flag(number): binding.strip() for number, binding in enumerate(bindings, start=1)}
     flags |= {"--slice": f"SLICE = {slice_name!r}"} if slice_name is not None else {}
     for name, statements in {**between, **flags, **after}.items():
-        reader.text(statements, name=name, folder=Path.cwd())
+        reader.text(statements, name=name, folder=None)
     spelling = _in_current_spelling(reader)
     names = Names(reader, folders=folders, trust=trust)
     shown, declared = sources.display(sources.WORKSPACE / defaults), declared_macros(defaults)
@@ -232,7 +232,7 @@ def parse(text: str) -> Settings:
 def _read(reader: sources.Reader, path: str, text: str | None) -> Path:
     folders = (Path.cwd(), sources.WORKSPACE)
     if text is not None:
-        reader.text(text, name=path, folder=Path.cwd())
+        reader.text(text, name=path, folder=None)
         return Path.cwd()
     if file := sources.find(path, folders=folders):
         reader.file(file)

@@ -64,6 +64,7 @@ class Reader:
         """Starts without sources; `experiment_includes`: whether the first one may include files."""
         self._experiment_includes = experiment_includes
         self._orders = itertools.count()
+        self._statements: dict[str, list[Statement]] = {}
         self.sources: dict[str, Source] = {}
         self.bindings: list[Binding] = []
         self.problems: list[ConfigProblem] = []
@@ -79,8 +80,8 @@ class Reader:
         """Reads a file, unless it was read before; failures become problems."""
         name = display(path)
         if name in self.sources:
-            if ancestors and self.experiment not in (name, ancestors[0]) and len(ancestors) == 1:
-                self._apply_again(name, ancestors)
+            if ancestors and self.experiment not in (name, ancestors[0]):
+                self._apply(name, folder=path.parent, ancestors=ancestors)
         else:
             try:
                 text = path.read_text(encoding="utf-8-sig")
@@ -89,28 +90,28 @@ class Reader:
                 self.complete, text = False, ""
             self.text(text, name=name, folder=path.parent, ancestors=ancestors)
 
-    def text(self, text: str, *, name: str, folder: Path, ancestors: tuple[str, ...] = ()) -> None:
+    def text(self, text: str, *, name: str, folder: Path | None, ancestors: tuple[str, ...] = ()) -> None:
         """Reads statements, and the files that they include.
 
         Args:
           text: the statements.
           name: name of the source, in messages.
-          folder: where included files are also searched for.
+          folder: the folder of the source, where included files are searched for first; None: it is no file.
           ancestors: the files that include the source, the outermost first.
         """
-        statements = self._importable(self._parsed(text, file=name), file=name)
+        self._statements[name] = self._importable(self._parsed(text, file=name), file=name)
+        self._apply(name, folder=folder, ancestors=ancestors)
+
+    def _apply(self, name: str, *, folder: Path | None, ancestors: tuple[str, ...]) -> None:
+        """Puts the bindings of a source, and of the files that it includes, behind all others."""
+        statements = self._statements[name]
         self.sources[name] = Source([s for s in statements if isinstance(s, ImportStatement)], ancestors)
+        self.bindings = [binding for binding in self.bindings if binding.file != name]
         for statement in statements:
             if isinstance(statement, IncludeStatement):
                 self._include(statement, folder, reading=(*ancestors, name))
             elif isinstance(statement, Binding):
                 self.bindings.append(dataclasses.replace(statement, file=name, order=next(self._orders)))
-
-    def _apply_again(self, name: str, ancestors: tuple[str, ...]) -> None:
-        """Moves the bindings of a file behind all others."""
-        self.sources[name] = self.sources[name]._replace(ancestors=ancestors)
-        own = [dataclasses.replace(b, order=next(self._orders)) for b in self.bindings if b.file == name]
-        self.bindings = [*(b for b in self.bindings if b.file != name), *own]
 
     def _importable(self, statements: list[Statement], *, file: str) -> list[Statement]:
         found = []
@@ -147,13 +148,13 @@ class Reader:
         self.problems += problems
         return found
 
-    def _include(self, statement: IncludeStatement, folder: Path, *, reading: tuple[str, ...]) -> None:
+    def _include(self, statement: IncludeStatement, folder: Path | None, *, reading: tuple[str, ...]) -> None:
         written, line = statement.filename, statement.location.line_num
         if reading[-1] == self.experiment and not self._experiment_includes:
             what = f"this configuration of a run includes '{written}'; what a run saves includes no file"
             self.problems.append(ConfigProblem(reading[-1], line, what, fix="remove the include"))
             return
-        folders = (folder, WORKSPACE, Path.cwd())
+        folders = (*([folder] if folder else []), WORKSPACE, Path.cwd())
         path = find(written, folders=folders)
         if path is None:
             guess = closest(written, folders=folders)

@@ -10,6 +10,7 @@ from launch.loaded_model import LoadedModel
 from parallel.generation.likelihood import Likelihood, Pair, Scorer, windows
 from parallel.generation.sampling import GREEDY, Sampling
 from tasks.text.ids import with_bos as beginning_with_bos
+from tasks.text.tokenizer_folders import FolderTokenizer
 
 ROWS = 16  # prompts that are continued together
 
@@ -92,6 +93,8 @@ class TextScores:
         ids = ids if most is None else [one[-(most - max_tokens) :] for one in ids]
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))  # batches are padded to their longest prompt
         texts: dict[int, str] = {}
+        of_model: Any = self.model.program.model
+        waits = can(of_model, LimitsCache) and of_model.max_cached_positions is not None
         for first in range(0, len(order), ROWS):
             batch = order[first : first + ROWS]
             [found] = self.model.batches(
@@ -100,7 +103,7 @@ class TextScores:
                 max_tokens=max_tokens,
                 sampling=sampling,
                 seed=seed + first,
-                on_tokens=_StopsEveryRow(self.model, until, [ids[i] for i in batch]).add,
+                on_tokens=_StopsEveryRow(self.model, until, [ids[i] for i in batch], waits=waits).add,
                 stop_ids=self._special(until),
             )
             texts |= {i: cut(one.text, until) for i, one in zip(batch, found, strict=True)}
@@ -109,17 +112,20 @@ class TextScores:
     def _special(self, until: Sequence[str]) -> list[int]:
         """Returns the ids of stop strings that are special tokens, which decoded text leaves out."""
         vocabulary = self.model.vocabulary
-        encoded = [] if vocabulary is None else [vocabulary.encode(text) for text in until]
-        return [ids[0] for ids in encoded if len(ids) == 1 and not self.model.decoded(ids)]
+        if not isinstance(vocabulary, FolderTokenizer):
+            return []
+        encoded = [(text, vocabulary.encode(text)) for text in until]
+        alone = [(text, ids[0]) for text, ids in encoded if len(ids) == 1 and not self.model.decoded(ids)]
+        return [i for text, i in alone if vocabulary.token_of(i) == text]
 
 
 class _StopsEveryRow:
-    def __init__(self, model: LoadedModel, until: Sequence[str], prompts: Sequence[Sequence[int]]):
+    def __init__(self, model: LoadedModel, until: Sequence[str], prompts: Sequence[Sequence[int]], *, waits: bool):
+        """`waits`: whether rows may begin after others have ended."""
         self._model, self._until, self._prompts = model, until, prompts
         self._ids: list[list[int]] = [[] for _ in prompts]
         self._stopped = [False] * len(prompts)
-        of_model: Any = model.program.model
-        self._waits = can(of_model, LimitsCache) and of_model.max_cached_positions is not None
+        self._waits = waits
 
     def add(self, ids: Sequence[int | None]) -> bool:
         for row, new in enumerate(ids):

@@ -29,14 +29,12 @@ def show(run_dir: str) -> int:
             f"{folder} has no host_N.log: a simulated run has them in its run directory; those of a slice are on its "
             "hosts: launch/pod.sh logs --tpu NAME --zone ZONE"
         )
-    logs = (
-        _timed(
-            file.read_bytes().decode(errors="replace").splitlines(),
-            until=datetime.datetime.fromtimestamp(file.stat().mtime),
-        )
-        for file in files
-    )
-    for _, line in heapq.merge(*logs, key=lambda timed: timed[0]):
+
+    def timed(file: paths.Path) -> Iterator[tuple[str, str]]:
+        written = datetime.datetime.fromtimestamp(file.stat().mtime)
+        return _timed(file.read_bytes().decode(errors="replace").splitlines(), until=lambda: written)
+
+    for _, line in heapq.merge(*map(timed, files), key=lambda timed: timed[0]):
         print(line)
     return 0
 
@@ -54,7 +52,7 @@ def follow(
 
     def read(process: subprocess.Popen) -> None:
         assert process.stdout is not None
-        for timed, line in _timed((line.rstrip("\n") for line in process.stdout), until=datetime.datetime.now()):
+        for timed, line in _timed((line.rstrip("\n") for line in process.stdout), until=datetime.datetime.now):
             arrived.put((timed, next(numbers), time.monotonic(), line))
 
     threads = [threading.Thread(target=read, args=(process,), daemon=True) for process in running]
@@ -82,14 +80,15 @@ def follow(
     return next((code for code in codes if code), 0)
 
 
-def _timed(lines: Iterable[str], *, until: datetime.datetime) -> Iterator[tuple[str, str]]:
+def _timed(lines: Iterable[str], *, until: Callable[[], datetime.datetime]) -> Iterator[tuple[str, str]]:
     """Yields each line after its time with a year, which prefixes lack.
 
-    `until`: when the last was written, to within a day: clocks and time zones may differ.
+    `until`: returns a time after which no line was written, to within a day: clocks and time zones may differ.
     """
-    latest, newest = "", until + datetime.timedelta(days=1)
+    latest = ""
     for line in lines:
         if time_ := host_output.time_of(line):
+            newest = until() + datetime.timedelta(days=1)
             is_of_last_year = time_ > f"{newest:%m-%d} 24"
             latest = f"{newest.year - is_of_last_year} {time_}"
         yield latest, line

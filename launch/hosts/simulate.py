@@ -106,7 +106,7 @@ def _environment(
     return {
         **environment.ON_CPUS,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
-        "HF_HOME": f"{os.environ.get('XDG_CACHE_HOME') or Path('~/.cache').expanduser()}/huggingface",  # one download
+        "HF_HOME": f"{os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')}/huggingface",  # noqa: PTH111
         **os.environ,
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",

@@ -234,7 +234,8 @@ def _require_equal(first: Mapping[int, float], again: Mapping[int, float], *, re
 
 
 def _microbatches(experiment: Experiment) -> int:
-    schedule = experiment.strategy.pipeline
+    shape = strategy.resolve(experiment.strategy, slices.get(experiment.slice))
+    schedule = strategy.schedule_of(experiment.strategy, shape)
     return schedule.num_microbatches if schedule else 1
 
 

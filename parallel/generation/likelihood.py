@@ -25,6 +25,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and of its contin
 USUAL_LENGTH = 2048  # of models that do not limit their positions
 _SHORTEST = 64  # rows are padded to 64, 96, 128, 192, 256 … positions
 _LOGITS_BYTES = 2**28  # per shard of rows
+_MOST_LOGITS_BYTES = 2**31  # of one row of a model without a limit, which may have been trained on longer rows
 _TILE = 128  # the fewest positions that the splash kernel computes at once
 
 
@@ -56,7 +57,9 @@ class Scorer:
         self._params: Any = params
         self._fixed = None if can(model, ExtendsCache) else row_length(program.spec)
         limit = model.max_positions if can(model, LimitsPositions) else None
-        self.max_length = self._fixed or limit or max(USUAL_LENGTH, row_length(program.spec))
+        held = _MOST_LOGITS_BYTES // (4 * (model.vocab_size if can(model, HasVocabulary) else 1))
+        usual = max(USUAL_LENGTH, min(row_length(program.spec), held))
+        self.max_length = self._fixed or limit or usual
         is_tiled = can(model, ChoosesKernels) and model.attention == "splash"
         self._unit = _TILE if is_tiled else 1
         everywhere = NamedSharding(program.partitioner.mesh, PartitionSpec())  # each host reads all rows

@@ -33,7 +33,8 @@ class Measured(NamedTuple):
         found, evaluator = require_metrics(self.name, self.module), _evaluator(self)
         asked = {}
         for task in evaluator.eval_tasks:
-            asked[task.name] = {"kinds": kinds(task), "pairs": _pairs(evaluator.cached_task_datasets[task.name])}
+            pairs = _pairs(evaluator.cached_task_datasets[task.name], has_inputs="inputs" in task.output_features)
+            asked[task.name] = {"kinds": kinds(task), "pairs": pairs}
         return {"eos_id": seqio_tasks.eos_id(found.output_features["targets"].vocabulary), "tasks": asked}
 
     def computed(self, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -133,12 +134,13 @@ def _evaluator(measured: Measured) -> Any:
         raise UserError(f"the examples of {measured.name} fail: {type(error).__name__}: {error}") from error
 
 
-def _pairs(dataset: Any) -> list[tuple[list[int], list[int]]]:
+def _pairs(dataset: Any, *, has_inputs: bool) -> list[tuple[list[int], list[int]]]:
     """Returns the ids before the targets, beginning with id 0, and the targets of each example."""
     examples = list(dataset.as_numpy_iterator())
     if not examples:
         raise UserError("the validation split of the task has no examples")
-    return [([0, *map(int, each.get("inputs", ()))], [int(i) for i in each["targets"]]) for each in examples]
+    before = [each["inputs"].tolist() if has_inputs else [] for each in examples]
+    return [([0, *ids], each["targets"].tolist()) for ids, each in zip(before, examples, strict=True)]
 
 
 def _padded(answers: Sequence[Sequence[int]], eos_id: int) -> list[list[int]]:

@@ -278,9 +278,13 @@ class ImageQuestions:
         return slots, asked, said
 
     def _image(self, question: Question, rng: np.random.Generator | None) -> np.ndarray:
-        found = self._decoded(question.image)
+        try:
+            found = self._decoded(question.image)
+        except OSError as error:  # it may pass, and hosts must leave out the same images
+            raise OSError(f"{question.where}: {question.image} cannot be read: {error}") from error
         if isinstance(found, str):
-            raise BrokenImage(f"{question.where}: {found}")
+            hint = "; replace it, or set vision.questions.broken = 'skip'" if self.broken == "refuse" else ""
+            raise BrokenImage(f"{question.where}: {found}{hint}")
         if rng is not None and self.mirror and rng.random() < 0.5:
             found = found[:, ::-1]
         if rng is not None and self.max_shift:
@@ -439,7 +443,7 @@ _NO_IMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 def _try_read(path: str, read: Callable[[bytes], np.ndarray]) -> np.ndarray | str:
-    """Returns an image, or why it is none. Other errors of files may pass, and hosts must leave out the same images."""
+    """Returns an image, or why it is none."""
     try:
         return read(paths.resolve(path).read_bytes())
     except (*_NO_IMAGE, images.UnreadableImage) as error:
@@ -505,7 +509,7 @@ class _Stream:
 
     def _skip(self, place: int, error: BrokenImage) -> None:
         if self._task.broken == "refuse":
-            raise BrokenImage(f"{error}; replace it, or set vision.questions.broken = 'skip'") from error
+            raise error
         self._broken.add(place)
         _report_once(str(error))
         self._intake.count("skipped because their images cannot be read")

@@ -286,7 +286,7 @@ def test_a_dry_run_of_a_check_that_is_not_sent_to_a_tpu_is_an_error(place, calls
     assert not calls
 
 
-@pytest.mark.parametrize("directory", ["first", "./first/runs", "runs/../first", "~/renga/first"])
+@pytest.mark.parametrize("directory", ["first", "./first/runs", "runs/../first", "~/renga/first", "~/renga"])
 def test_a_run_directory_that_the_next_start_would_delete_is_refused(place, calls, capsys, directory):
     """A start replaces the workspace on the host, in which relative directories are."""
     argv = ["pod", "v4-8", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--dry-run", "--run-dir"]

@@ -315,6 +315,16 @@ def test_a_file_beside_the_including_one_comes_first_and_files_of_one_name_are_d
         assert (built.strategy.name, built.batch_size) == ("hsdp", 64)
 
 
+def test_an_include_of_the_command_line_applies_what_it_includes_too(bench):
+    bench.write("inner.gin", "BATCH_SIZE = 64")
+    bench.write("combo.gin", "include 'inner.gin'")
+    bench.write("mine.gin", "include 'inner.gin'")
+    bench.add("include 'combo.gin'\nBATCH_SIZE = 32")
+    assert bench.load().build().batch_size == 32
+    for name in ("combo", "mine"):
+        assert bench.load(f"include '{name}.gin'").build().batch_size == 64
+
+
 def test_a_second_include_of_a_file_has_no_effect(bench):
     bench.write("task.gin", "include 'defaults.gin'\nBATCH_SIZE = 5")
     bench.write("toy.gin", EXPERIMENT + "    include 'task.gin'\n    LENGTH = 3\n    include 'defaults.gin'\n")

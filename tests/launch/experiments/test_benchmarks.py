@@ -110,7 +110,7 @@ def test_stop_strings_that_are_special_tokens_end_a_continuation(folder, tmp_pat
 
 
 def test_a_row_that_ends_at_once_does_not_keep_the_others_running(scores):
-    rows = text_scores._StopsEveryRow(scores.model, ["w3"], [[5], [6]])
+    rows = text_scores._StopsEveryRow(scores.model, ["w3"], [[5], [6]], waits=False)
     assert not rows.add([None, 7])
     assert rows.add([None, 3])
 
@@ -242,9 +242,9 @@ def test_scores_are_printed_and_written(folder, tmp_path, capsys, monkeypatch):
 def test_a_batch_stops_when_every_row_has_stopped_and_not_before_a_row_has_begun():
     """Rows of a batch may run one after another: then None is the new id of a row that has not begun."""
     model = types.SimpleNamespace(decoded=lambda ids, after: "".join(map(chr, ids)))
-    stops = text_scores._StopsEveryRow(model, ["."], [[1], [2]])
+    stops = text_scores._StopsEveryRow(model, ["."], [[1], [2]], waits=True)
     for first, second, ends in (("a", None, False), (".", None, False), (None, "b", False), (None, ".", True)):
         assert stops.add([first and ord(first), second and ord(second)]) is ends
-    ended = text_scores._StopsEveryRow(model, ["."], [[1], [2]])
+    ended = text_scores._StopsEveryRow(model, ["."], [[1], [2]], waits=True)
     assert not ended.add([ord("a"), ord("b")])
     assert ended.add([None, ord(".")])  # the first row has ended by its stop id
