@@ -138,11 +138,6 @@ class LongRope:
             object.__setattr__(self, name, factors := tuple(getattr(self, name)))
             for factor in factors:
                 check_number(factor, where=f"LongRope.{name}", is_positive=True)
-        if len(self.short) != len(self.long):
-            raise UserError(
-                f"LongRope has {len(self.short)} short and {len(self.long)} long factors: expected half the rotated "
-                "width of each"
-            )
 
     @property
     def attention_factor(self) -> float:
@@ -151,9 +146,10 @@ class LongRope:
 
     def __call__(self, frequency: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
         del theta
-        if len(self.short) != len(frequency):
+        if {len(self.short), len(self.long)} != {len(frequency)}:
             raise UserError(
-                f"LongRope has {len(self.short)} factors: expected {len(frequency)}, half the rotated width of a head"
+                f"LongRope has {len(self.short)} short and {len(self.long)} long factors: expected {len(frequency)} of "
+                "each, half the rotated width of a head"
             )
         is_long = (jnp.max(positions, axis=1) >= self.original_length)[:, None, None, None]
         return frequency / jnp.where(is_long, jnp.asarray(self.long), jnp.asarray(self.short))

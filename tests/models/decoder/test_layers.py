@@ -410,3 +410,12 @@ def test_settings_of_parts_of_one_name_are_listed_by_layer():
     layers = tuple(S5(states=states) for states in (8, 16, 8, 32))
     assert dataclasses.replace(PLAIN, mixer=layers).settings()["s5.states"] == (8, 16, 8, 32)
     assert dataclasses.replace(PLAIN, mixer=layers[:1]).settings()["s5.states"] == 8
+
+
+def test_factors_of_long_rope_may_be_a_list_and_their_number_is_checked():
+    made = rotary.LongRope(short=[1.0, 2.0], long=[3.0, 4.0], original_length=8)
+    assert (made.short, made.long) == ((1.0, 2.0), (3.0, 4.0))
+    with pytest.raises(UserError, match=r"LongRope has 2 short and 2 long factors: expected 4 of each"):
+        made(jnp.ones(4), 1e4, jnp.zeros((1, 3), jnp.int32))
+    with pytest.raises(UserError, match=r"LongRope\.long = 0\.0: expected a finite number above 0"):
+        rotary.LongRope(short=[1.0], long=[0.0], original_length=8)
