@@ -129,7 +129,7 @@ def test_a_packed_row_is_as_its_segments_alone():
     packed = logits(ids, segments, positions)
     for start, end in parts:
         alone = logits(ids[:, start:end], jnp.ones((1, end - start), int), jnp.arange(end - start)[None])
-        np.testing.assert_allclose(packed[:, start:end], alone, atol=2e-6)
+        np.testing.assert_allclose(packed[:, start:end], alone, atol=5e-6)  # 2.5e-6 on an AMD EPYC, of logits up to 2
 
 
 def test_generation_with_empty_slots_is_as_the_full_pass():

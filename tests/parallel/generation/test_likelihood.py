@@ -18,11 +18,11 @@ SIZES = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 24, "num_heads": 4, "num_k
 PAIRS = [([3], [7]), ([1, 2, 3, 4], [5, 6]), ([9] * 5, [8]), (list(range(40)), list(range(30))), ([7, 7], [1, 2, 3])]
 
 
-def program_of(tables=None, **changes):
+def program_of(tables=None, *, length=16, **changes):
     model = Transformer(**{**SIZES, "vocab_multiple": 8, "dtype": "float32", **changes})
     at = Partitioner(tables or strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices()[:4])
     rule = optimizers.adamw(learning_rate=optimizers.constant(0.0))
-    return at.program(model, rule, streams.batch_spec(16, length=16), seed=0)
+    return at.program(model, rule, streams.batch_spec(16, length=length), seed=0)
 
 
 def expected(model, params, pairs):
@@ -84,17 +84,13 @@ def test_few_shapes_are_compiled_and_long_contexts_lose_their_beginning(monkeypa
 
 @pytest.mark.parametrize(("length", "most"), [(16, 2048), (4096, 4096)])
 def test_a_model_without_a_limit_scores_rows_as_long_as_it_was_trained_on(length, most):
-    model = Transformer(**SIZES)
-    at = Partitioner(strategies.data_parallel(), slice=slices.get("v4-8"), devices=jax.devices()[:4])
-    rule = optimizers.adamw(learning_rate=optimizers.constant(0.0))
-    program = at.program(model, rule, streams.batch_spec(16, length=length), seed=0)
-    assert likelihood.Scorer(program, None).max_length == most
+    assert likelihood.Scorer(program_of(length=length), None).max_length == most
 
 
 def test_rows_have_whole_tiles_where_the_splash_kernel_is_chosen():
     lengths = {}
     for choice in ("splash", "auto"):
-        scorer = likelihood.Scorer(program_of(attention=choice), None)
+        scorer = likelihood.Scorer(program_of(attention=choice, length=128), None)
         lengths[choice] = [scorer._length(([1] * n, [1])) for n in (10, 100, 130, 200, 300)]
     assert lengths == {"splash": [128, 128, 256, 256, 384], "auto": [64, 128, 192, 256, 384]}
 
