@@ -214,12 +214,18 @@ def test_the_metrics_of_a_mixture_are_those_of_seqio(registered):
         number = int(registered.vocabulary.decode(context[1:]).split()[0])
         return registered.vocabulary.encode(str(number + 1) if number % 3 else "x")
 
+    def pairs(dataset):
+        """From the features that seqio converts for a decoder; no id of these tasks is 0."""
+        for _, each in dataset.as_numpy_iterator():
+            ids, is_target = each["decoder_target_tokens"], each["decoder_loss_weights"] > 0
+            yield [0, *ids[: is_target.argmax()].tolist()], ids[is_target].tolist()
+
     def predicted(dataset):
-        answers = [[*answer(context), 1] for context, _ in seqio_metrics._pairs(dataset)]
+        answers = [[*answer(context), 1] for context, _ in pairs(dataset)]
         return [(n, ids + [0] * (4 - len(ids))) for n, ids in enumerate(answers)]
 
     def scored(dataset):
-        return [(n, -float(len(targets))) for n, (_, targets) in enumerate(seqio_metrics._pairs(dataset))]
+        return [(n, -float(len(targets))) for n, (_, targets) in enumerate(pairs(dataset))]
 
     evaluator = seqio.Evaluator("together", seqio.DecoderFeatureConverter(pack=False), num_examples=12)
     values, _ = evaluator.evaluate(compute_metrics=True, predict_fn=predicted, score_fn=scored)
