@@ -166,9 +166,9 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether transformers begins a text with the begin-of-text id.
+        """Whether a text begins with the begin-of-text id, as the library transformers encodes it.
 
-        Its Llama tokenizers take that from a setting, whatever the tokenizer's own template says.
+        The Llama tokenizers of transformers take that from `add_bos_token`, whatever the template in `tokenizer.json` says.
         """
         kind = self._setting("tokenizer_class", expected="text", fits=lambda value: isinstance(value, str)) or ""
         is_added = self._setting("add_bos_token", expected="a boolean", fits=lambda value: isinstance(value, bool))

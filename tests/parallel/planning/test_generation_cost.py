@@ -1,4 +1,4 @@
-"""What a token of generation reads from HBM."""
+"""Counts the bytes that a generated token reads from HBM."""
 
 import jax
 import numpy as np

@@ -57,7 +57,7 @@ def test_attention_kernels_are_counted_apart(seven_b):
 
 
 def test_kernels_of_layers_with_a_window_are_short():
-    """Of three layers two attend to 512 of 4,096 positions, in blocks of 512; the first 512 queries see fewer."""
+    """Two of three layers attend to 512 of 4,096 positions, in blocks of 512; the first 512 queries see fewer."""
     sizes = {"num_layers": 3, "embed_dim": 256, "mlp_dim": 512, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 512}
     model = transformer.Transformer(**sizes, mixer=(*[Attention(window=512)] * 2, Attention()), attention="splash")
     without = dataclasses.replace(model, mixer=Attention())
