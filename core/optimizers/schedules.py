@@ -106,7 +106,7 @@ def joined(*, schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Sched
       boundaries: for each schedule but the first, the step at which it begins; ascending, above 0.
 
     Raises:
-      UserError: `boundaries` has the wrong length or order, or a step below 1; an element of `schedules` is no function.
+      UserError: `boundaries` has the wrong length or order, or a step below 1; or a schedule is not a function.
     """
     for schedule in schedules:
         check_ranges("joined", learning_rate=schedule)

@@ -168,7 +168,7 @@ class FolderTokenizer(ChatVocabulary):
     def begins_with_bos(self) -> bool:
         """Whether a text begins with the begin-of-text id, as the library transformers encodes it.
 
-        The Llama tokenizers of transformers take that from `add_bos_token`, whatever the template in `tokenizer.json` says.
+        Its Llama tokenizers take that from `add_bos_token`, whatever the template in `tokenizer.json` says.
         """
         kind = self._setting("tokenizer_class", expected="text", fits=lambda value: isinstance(value, str)) or ""
         is_added = self._setting("add_bos_token", expected="a boolean", fits=lambda value: isinstance(value, bool))
