@@ -198,20 +198,3 @@ def test_packages_are_those_that_runs_need_without_jax():
     assert not {"jax", "jaxlib", "numpy", "tensorflow"} & found.keys()
     with pytest.raises(UserError, match="expected some of"):
         accelerator_packages.run(argparse.Namespace(folder=None, python_version="3.12", only=["tensorflow"]))
-
-
-@pytest.mark.slow
-def test_everything_is_rehearsed_on_a_cpu(lab, tmp_path):
-    said = lab("accelerator", "--rehearse", "--minutes", "60", "--out", tmp_path / "out", timeout=3600)
-    report = Report.read(tmp_path / "out" / FILE)
-    assert report.is_rehearsal
-    assert {name: report.status(name) for name in STEPS} == dict.fromkeys(STEPS, DONE), said[-3000:]
-    assert not [f for name in STEPS for f in report.figures(name) if f.ok is False]
-    assert [f.what for f in report.figures("training")][-1] == "step while saving and after it"
-    assert {a.what for a in report.absent("training")} == {"MFU", "peak memory"}
-    assert (tmp_path / "out" / "profile.xplane.pb").stat().st_size > 0
-    assert len(list((tmp_path / "out").iterdir())) == 3
-    with pytest.raises(UserError):
-        accelerator_page.add(report, tmp_path / "docs")
-    again = lab("accelerator", "--rehearse", "--out", tmp_path / "out")  # nothing is left
-    assert "at most" not in again

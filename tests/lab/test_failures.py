@@ -1,4 +1,4 @@
-"""Injected failures: their descriptions, the table of results, detection of growth; and slow tests that run them."""
+"""Injected failures: their descriptions, the table of results, and detection of growth."""
 
 import dataclasses
 import gc
@@ -254,22 +254,3 @@ def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
 )
 def test_wrong_input_is_refused(lab, arguments, said):
     assert said in lab(*arguments, code=exit_codes.USER_ERROR)
-
-
-@pytest.mark.slow
-@pytest.mark.simulated(4)
-def test_a_run_that_failed_ends_as_one_that_did_not(lab, tmp_path):
-    only = ["restoring", "truncated", "a branch"]
-    said = lab("failures", "--only", *only, "--kills", "1", "--flips", "8", "--out", tmp_path, timeout=1800)
-    rows = [line for line in said.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 5
-    assert all(row.endswith("| yes |") for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.simulated(2)
-def test_a_soak_without_leaks_passes(lab, tmp_path):
-    """On two hosts, with a checkpoint and an evaluation at every sample."""
-    said = lab("soak", "--steps", "400", "--out", tmp_path, timeout=900)
-    assert "nothing grows in 400 steps on 2 hosts (simulated)" in said
-    assert {line.split()[3] for line in said.splitlines() if line.startswith("step")} == {"0", "1"}

@@ -280,19 +280,12 @@ def test_quickstart_compiles_to_its_record():
     check_compiled("quickstart")
 
 
-# Those that compile in a minute or two, of several kinds; `tests/run.sh lab golden` compiles all.
-COMPILED = (
-    "arrcoc-v5p_8",
-    "llama_3_1_8b_lora",
-    "ponder-quick_v4_64",
-    "trm-suite",
-    "valkyrie_7b",
-    "valkyrie_7b_2xv4_32",
-)
+# Two that compile in a minute or two; `tests/run.sh lab golden --check` compiles all.
+COMPILED = ("ponder-quick_v4_64", "valkyrie_7b")
 
 
 @pytest.mark.slow
-@pytest.mark.compiled("v4-8", "v4-32", "v4-64", "v5p-8", "2xv4-32")
+@pytest.mark.compiled("v4-32", "v4-64")
 @pytest.mark.parametrize("name", COMPILED)
 def test_experiments_compile_to_what_is_recorded(name):
     check_compiled(name)
