@@ -28,10 +28,11 @@ class Tpu(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One command line and its purpose."""
+    """One command line and its purpose; `secret` is a part of it that no message shows."""
 
     purpose: str
     argv: tuple[str, ...]
+    secret: str = ""
 
 
 class Description(NamedTuple):
@@ -151,7 +152,8 @@ def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> 
 def _wait(step: Step, process: subprocess.Popen) -> int:
     code = exit_codes.of_process(process.wait())
     if code:
-        print(f"failed (exit code {code}): {shlex.join(step.argv)}", flush=True)
+        said = shlex.join(step.argv)
+        print(f"failed (exit code {code}): {said.replace(step.secret, 'SECRET') if step.secret else said}", flush=True)
     return code
 
 

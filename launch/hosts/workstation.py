@@ -145,7 +145,7 @@ def _start_steps(
         text = gcloud.on_host("start", run.directory, *run.arguments, variables=variables)
         steps.append(("start on all hosts, detached", tpu, gcloud.ssh(tpu, text)))
     several = len(tpus) > 1
-    return [Step(f"{tpu.name}: {purpose}" if several else purpose, argv) for purpose, tpu, argv in steps]
+    return [Step(f"{tpu.name}: {purpose}" if several else purpose, argv, secret) for purpose, tpu, argv in steps]
 
 
 def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, dry_run: bool) -> int:

@@ -230,7 +230,12 @@ class HoldsOut(Protocol):
     """A `Corpus` for which the user names both training and validation data."""
 
     def overlaps(self, *, remote: bool) -> list[Problem]:
-        """Returns the problems of data that are in both splits; `remote`: whether to list buckets, too."""
+        """Returns the problems of data that are in both splits.
+
+        `remote`: whether to open what is not a local file, too: buckets, and splits of prepared or published datasets.
+
+        Raises UserError if such a split does not exist.
+        """
 
 
 class PacksItsOwnWay(Protocol):

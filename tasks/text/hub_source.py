@@ -56,8 +56,10 @@ class HuggingFace(DocumentSource):
         return [found] if found else []
 
     def overlaps(self, *, remote: bool) -> list[Problem]:
-        del remote
-        return documents.split_overlaps(self.split, self.validation_split, where="text.huggingface.validation_split")
+        found = documents.split_overlaps(self.split, self.validation_split, where="text.huggingface.validation_split")
+        if remote and not found:
+            self.dataset(self.validation_split)  # raises UserError before the first evaluation would
+        return found
 
     def describe(self) -> str:
         how = "streamed" if self.streaming else "downloaded"

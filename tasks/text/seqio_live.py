@@ -167,13 +167,16 @@ def _without_zero(example: Mapping[str, Any], *, names: Sequence[str]) -> Mappin
         return {name: tf.identity(value) for name, value in example.items()}
 
 
-def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
-    """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T]."""
-    tf, seqio = tensorflow(), seqio_tasks.library()
-    lengths = corpus.lengths(spec.length)
-    with log_filters.without_records(*_HARMLESS):
-        task = seqio_tasks.registered(corpus.asked.name, module=corpus.asked.module)
-        examples = task.get_dataset(
+def _examples(found: Any, spec: StreamSpec, lengths: Mapping[str, int]) -> Any:
+    """Returns the tf.data dataset of a task's or mixture's examples.
+
+    A seqio mixture ends where its smallest task ends, so a stream that reads every example once mixes the tasks here.
+    """
+    seqio = seqio_tasks.library()
+    tasks = [task for task in seqio.get_subtasks(found) if spec.split in task.splits]
+    is_mixed_here = spec.once and len(tasks) > 1
+    each = [
+        source.get_dataset(
             lengths,
             split=spec.split,
             shuffle=spec.seed is not None,
@@ -182,6 +185,26 @@ def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
             shard_info=seqio.ShardInfo(spec.index, spec.num_streams),
             try_in_mem_cache=False,  # a cache would be saved with the position
         )
+        for source in (tasks if is_mixed_here else [found])
+    ]
+    if not is_mixed_here:
+        return each[0]
+    kept = [examples.map(functools.partial(_only, tuple(lengths))) for examples in each]  # tasks may have others
+    rates = [float(found.get_rate(task)) for task in tasks]
+    return tensorflow().data.Dataset.sample_from_datasets(kept, rates, seed=0, stop_on_empty_dataset=False)
+
+
+def _only(names: Sequence[str], example: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: example[name] for name in names}
+
+
+def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
+    """Returns the tf.data dataset of a stream: seqio's decoder features, each [R, T]."""
+    tf, seqio = tensorflow(), seqio_tasks.library()
+    lengths = corpus.lengths(spec.length)
+    with log_filters.without_records(*_HARMLESS):
+        task = seqio_tasks.registered(corpus.asked.name, module=corpus.asked.module)
+        examples = _examples(task, spec, lengths)
         if not seqio_tasks.reserves_zero(task.output_features["targets"].vocabulary):
             examples = examples.map(functools.partial(_without_zero, names=tuple(lengths)))
         packed = seqio.DecoderFeatureConverter(pack=True)(examples, lengths)

@@ -54,8 +54,10 @@ class Tfds(DocumentSource):
         return [*found, *_name_problems(self.name, setting="text.tfds.name")]
 
     def overlaps(self, *, remote: bool) -> list[Problem]:
-        del remote
-        return documents.split_overlaps(self.split, self.validation_split, where="text.tfds.validation_split")
+        found = documents.split_overlaps(self.split, self.validation_split, where="text.tfds.validation_split")
+        if remote and not found:
+            self.parts("validation", 1)  # raises UserError before the first evaluation would
+        return found
 
     def describe(self) -> str:
         return f"text.tfds: {self.name} ({self.split}; validation {self.validation_split})"

@@ -159,6 +159,17 @@ def test_a_dataset_that_the_library_refuses_is_named(fake, monkeypatch):
         next(make(1).train(layout_of(1), seed=0))
 
 
+def test_a_missing_validation_split_is_found_before_the_run(fake, monkeypatch, tmp_path):
+    def load_dataset(name, *_, split, **__):
+        if split != "train":
+            raise ValueError(f"Unknown split {split!r}. Should be one of ['train'].")
+        return FakeIterable([[{"text": "a"}]])
+
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=r"split validation, cannot be loaded: Unknown split 'validation'"):
+        make(1).prepare(str(tmp_path), is_host_zero=True)
+
+
 def test_a_wrong_field_is_named(fake):
     task = text.huggingface(name="owner/some", field="body", length=16, num_streams=1)
     with pytest.raises(ValueError, match=r"no text 'body', only \['text'\]"):

@@ -90,6 +90,20 @@ seqio.TaskRegistry.add(
     output_features={"targets": seqio.Feature(seqio.PassThroughVocabulary(9), add_eos=False)},
 )
 seqio.MixtureRegistry.add("tried_mixed", [("tried_works", 1.0), ("tried_misspelled", 1.0)])
+for count in (2, 7):
+    seqio.TaskRegistry.add(
+        f"of_{count}",
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files, seed=None, count=count: tf.data.Dataset.from_tensor_slices(
+                {"targets": [[count]] * count, "more": [f"{count}"] * count} if count == 2 else
+                {"targets": [[count]] * count}
+            ),
+            splits=["train", "validation"],
+        ),
+        preprocessors=[],
+        output_features={"targets": seqio.Feature(seqio.PassThroughVocabulary(9), add_eos=False)},
+    )
+seqio.MixtureRegistry.add("unequal", [("of_2", 3.0), ("of_7", 1.0)])
 """
 
 BROKEN = {
@@ -183,6 +197,15 @@ def test_a_stream_without_examples_is_refused(registered):
         spec = StreamSpec("validation", 1, 2, 2, 16, None, task.vocabulary, once=once)
         with pytest.raises(UserError, match=f"validation stream 1 of 2: no example; {fix}"):
             next(task.corpus.open_stream(spec))
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_live_mixture_reads_every_example_of_every_task(registered):
+    task = text.seqio(name="unequal", length=4, num_streams=1, live=True)
+    spec = StreamSpec("validation", 0, 1, 1, 4, None, task.vocabulary, once=True)
+    batches = iter(functools.partial(next, task.corpus.open_stream(spec), None), None)
+    targets = np.concatenate([batch["targets"] for batch in batches])
+    assert sorted(targets[targets > 0]) == [2] * 2 + [7] * 7
 
 
 def test_inputs_leave_room_for_targets_in_the_short_rows_of_a_smoke_run():
