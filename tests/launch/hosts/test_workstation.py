@@ -97,10 +97,7 @@ def test_a_run_in_progress_is_neither_replaced_nor_doubled(cloud, workspace, cap
     assert start(workspace) == 0
     before = (cloud / "worker_0/.renga/process").read_text()
     assert start(workspace) == 1
-    said = capfd.readouterr()
-    assert "w-0: a run is in progress" in said.err
-    assert "failed (exit code 1)" in said.out
-    assert "RENGA_JOIN_SECRET=SECRET" in said.out
+    assert "w-0: a run is in progress" in capfd.readouterr().err
     assert (cloud / "worker_0/.renga/process").read_text() == before
 
 
