@@ -339,7 +339,7 @@ def load(
     run_dir = str(folder.parent.parent)
     found = saved_run.read(run_dir, step=folder, bindings=bindings, slice_name=slice_name)
     check()
-    experiment = found.config.build().spans()[-1].experiment
+    experiment = found.experiment()
 
     def check_split(whole: LoadedModel) -> None:
         check_model(split(whole, experiment.task))

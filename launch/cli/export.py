@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     out = _free_folder(args.out)
     step = _step(args.run)
     run_dir = str(step.parent.parent)
-    experiment = saved_run.read(run_dir, step=step, bindings=args.gin).config.build().spans()[-1].experiment
+    experiment = saved_run.read(run_dir, step=step, bindings=args.gin).experiment()
     exporter = _exporter(args.run, experiment.model)
     if (vocabulary := experiment.task.vocabulary) is not None:
         vocabulary.prepare(run_dir, is_host_zero=False, sample=lambda: ())

@@ -15,7 +15,6 @@ from core.errors import UserError
 from launch import loaded_model
 from launch.experiments import saved_run
 from launch.loaded_model import LoadedModel
-from launch.runs import continuation
 from models.vision.model import VisionLanguageModel
 from tasks.vision.image_questions import BrokenImage, ImageQuestions
 from tasks.vision.question_lines import Question
@@ -95,7 +94,7 @@ def opened(args: argparse.Namespace, flag: str) -> Asked:
             f"--all-steps, --submission and --simulate do not go with {flag}, which runs in one process: leave them out"
         )
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
-    experiment = continuation.phase_of(found.config.build().spans(), found.step or 0).experiment
+    experiment = found.experiment()
     loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, VisionLanguageModel) or not isinstance(experiment.task, ImageQuestions):
         raise UserError(

@@ -33,7 +33,7 @@ from launch.experiments import saved_run, simulated_hosts
 from launch.experiments.saved_run import SavedRun
 from launch.hosts import cluster, tpu_host
 from launch.hosts.cluster import Host
-from launch.runs import continuation, prepared_run
+from launch.runs import prepared_run
 from launch.runs.prepared_run import Run
 from parallel import mesh
 from parallel.compiled import host_memory, report
@@ -146,8 +146,7 @@ def run(args: argparse.Namespace) -> int:
     played = environment.read("RENGA_SIMULATE")
     place = tpu_host.look()
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
-    spans = found.config.build().spans()  # PHASE = N evaluates on the data of another phase
-    built = continuation.phase_of(spans, found.step or 0).experiment
+    built = found.experiment()  # PHASE = N evaluates on the data of another phase
     slice_ = slices.get(built.slice)
     is_elsewhere = args.simulate or played or place.on_tpu_host or environment.process_layout().count
     alone = slice_.is_tpu and not is_elsewhere

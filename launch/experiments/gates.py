@@ -28,7 +28,6 @@ from core.training import frozen, scoring
 from launch import loaded_model, terminal
 from launch.experiments import saved_run
 from launch.loaded_model import LoadedModel
-from launch.runs import continuation
 from models.ttt import evaluation, gates
 from models.ttt.adapter import HIDDEN, AdaptedDecoder
 from models.ttt.evaluation import Chunks
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         )
     against = _read_chunks(args.against) if args.against else None
     found = saved_run.read_step(args.run_dir, step=args.step, bindings=args.gin, slice_name=args.slice)
-    experiment = continuation.phase_of(found.config.build().spans(), found.step or 0).experiment
+    experiment = found.experiment()
     loaded_model.choose_devices(experiment.slice, is_simulated=False)
     if not isinstance(experiment.model, AdaptedDecoder):
         raise UserError(

@@ -13,6 +13,7 @@ from launch import environment
 from launch.config import LoadedConfig, differences, loader, sources
 from launch.config.trust import Trust
 from launch.experiment import OF_PYTHON, Experiment
+from launch.runs import continuation
 from launch.settings import GROUPS
 from models.decoder.published import families
 
@@ -31,6 +32,11 @@ class SavedRun(NamedTuple):
     run_dir: str
     config: LoadedConfig
     step: int | None = None
+
+    def experiment(self) -> Experiment:
+        """Builds the experiment; of several phases, the one that trained `step`, or the last one without a step."""
+        spans = self.config.build().spans()
+        return spans[-1].experiment if self.step is None else continuation.phase_of(spans, self.step).experiment
 
 
 def read(

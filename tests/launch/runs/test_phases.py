@@ -16,6 +16,7 @@ from launch import environment
 from launch.check import preflight
 from launch.config import loader
 from launch.experiment import Experiment
+from launch.experiments import saved_run
 
 TINY = [
     "NUM_STREAMS = 4",
@@ -56,6 +57,12 @@ def test_a_phase_keeps_what_it_does_not_change():
     assert [s.experiment.strategy.name for s in spans] == ["fsdp", "fsdp", "fsdp_tensor"]
     assert {s.experiment.total_steps for s in spans} == {9}
     assert len({s.seed for s in spans}) == 3
+
+
+@pytest.mark.parametrize(("step", "length"), [(4, 32), (5, 64), (None, 64)])
+def test_a_saved_step_has_the_experiment_of_the_phase_that_trained_it(step, length):
+    config = loader.load("gin/quickstart.gin", bindings=[*TINY, *PHASES])
+    assert saved_run.SavedRun("unused", config, step).experiment().row_length == length
 
 
 def test_a_command_can_name_one_phase():
