@@ -95,7 +95,9 @@ def run(kind: str, given: Mapping[str, Any], out: str) -> int:
         if value := about.get(key):
             print(f"{key.replace('_', ' ')}: {value if isinstance(value, str) else json.dumps(value)}")
     print(f"\n{out}")
-    print(f"  to train on it: DATA = {out!r}, LENGTH = {recipe.seq_len}, VOCAB_SIZE = {recipe.vocab_size}")
+    identifiers = files.read_metadata(out, "train").num_puzzle_identifiers
+    table = f", trm.TRM.num_puzzles = {identifiers}" if identifiers > 1 else ""
+    print(f"  to train on it: DATA = {out!r}, LENGTH = {recipe.seq_len}, VOCAB_SIZE = {recipe.vocab_size}{table}")
     return 0
 
 

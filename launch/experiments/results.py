@@ -76,8 +76,13 @@ def rows(
     `status` and `run_dirs` are by entry id, as in `Suite`.
     """
     told = settings(entries)
-    found = [_row(entry, told[entry.id], status[entry.id], run_dirs[entry.id]) for entry in entries]
-    done = {e.id for e in entries if status.get(e.same_as or e.id, status[e.id]).state == State.DONE}
+    states = {
+        e.id: status.get(e.same_as or e.id, status[e.id]).state for e in entries
+    }  # of the run, where it is shared
+    found = [
+        _row(e, told[e.id], status[e.id].text, _read(states[e.id], run_dirs[e.id]), run_dirs[e.id]) for e in entries
+    ]
+    done = {id for id, state in states.items() if state == State.DONE}
     for entry, row in zip(entries, found, strict=True):
         seeds = {e.id: r for e, r in zip(entries, found, strict=True) if e.path == entry.path}
         is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds.values())
@@ -105,8 +110,8 @@ def _read(state: State, run_dir: str) -> metrics.RunMetrics:
     return metrics.RunMetrics() if state == State.REFUSED else metrics.read(run_dir)
 
 
-def _row(entry: Entry, told: Sequence[str], status: Status, run_dir: str) -> dict[str, Any]:
-    run, found = entry.experiment, _read(status.state, run_dir)
+def _row(entry: Entry, told: Sequence[str], said: str, found: metrics.RunMetrics, run_dir: str) -> dict[str, Any]:
+    run = entry.experiment
     puzzles, copies = run.task.asked if can(run.task, _CutsPuzzles) else (None, None)
     best_step, best = found.best(SCORE) or (None, None)
     exact, in_training = found.last(SCORE), found.last("exact_accuracy")
@@ -115,7 +120,7 @@ def _row(entry: Entry, told: Sequence[str], status: Status, run_dir: str) -> dic
         "experiment": entry.name,
         "same_as": entry.same_as or "",
         "settings": "; ".join(told),
-        "status": status.text,
+        "status": said,
         "seed": run.seed,
         "parameters": trained_parameters(run),
         "depth": depth(run.model),

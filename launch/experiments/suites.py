@@ -268,6 +268,8 @@ class Suite:
             if not run_dir:
                 self.status[entry.id] = Status(State.MISSING, State.MISSING.value)
                 continue
+            if run_dir == entry.run_dir:
+                entry = dataclasses.replace(entry, same_as=None)  # it has a run of its own
             self.run_dirs[entry.id] = run_dir
             self.entries[number] = ran = as_run(entry, text=saved)
             step, last = metrics.read(run_dir).step, ran.experiment.total_steps

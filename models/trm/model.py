@@ -108,7 +108,8 @@ class TRM(Config):
         return out._replace(metrics={**out.metrics, **by_step}, extras=answers)
 
     def predict(self, params: Params, batch: Batch) -> Outputs:
-        """Returns the heads' outputs after `halt_max_steps` steps."""
+        """Returns the heads' outputs after `halt_max_steps` steps; a batch needs no `labels`."""
+        batch = {"labels": batch["inputs"], **batch}  # which are not read
         w = self._cast(params, batch)
         x = self._embed(w, batch)
         states, _ = jax.lax.scan(

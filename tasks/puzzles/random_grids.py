@@ -15,7 +15,7 @@ class RandomGrids:
 
     Attributes:
       seq_len: S, tokens per grid.
-      vocab_size: tokens are 1 to vocab_size - 1; at most 256.
+      vocab_size: tokens are 1 to vocab_size - 1, at most 255.
       num_train, num_test: numbers of grids in the splits.
     """
 
@@ -30,9 +30,9 @@ class RandomGrids:
 
     def build(self, directory: str) -> Mapping[str, Any]:
         """Writes the dataset and returns the content of its build.json."""
-        rng = np.random.default_rng(0)
+        rng, bound = np.random.default_rng(0), min(self.vocab_size, 256)
         with writing.dataset(directory, vocab_size=self.vocab_size, seq_len=self.seq_len, about=self.about()) as out:
             for split, count in ((out.train, self.num_train), (out.test, self.num_test)):
                 for _ in range(count):
-                    split.add_group(*rng.integers(1, self.vocab_size, (2, 1, self.seq_len), dtype=np.uint8))
+                    split.add_group(*rng.integers(1, bound, (2, 1, self.seq_len), dtype=np.uint8))
         return self.about()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from core import identity
 from core.batches import BatchSpec, Field
 from core.errors import Problem, UserError
 from core.files import paths
@@ -52,6 +53,7 @@ class Recipe(Protocol):
         """Writes the dataset and returns the content of its build.json."""
 
 
+@dataclasses.dataclass(init=False, eq=False, repr=False)
 class Stored:
     """An existing dataset in a folder.
 
@@ -60,9 +62,13 @@ class Stored:
       asked: the requested numbers of training puzzles, and of copies of each; None: all.
     """
 
+    directory: str
+    asked: files.Cut
+    _splits: dict[str, Split] = dataclasses.field(metadata=identity.NOT_IDENTITY)
+
     def __init__(self, directory: str, *, cut: files.Cut = WHOLE):
         self.directory, self.asked = directory, cut
-        self._splits: dict[str, Split] = {}
+        self._splits = {}
 
     def prepare(self, run_dir: str, *, is_host_zero: bool) -> None:
         """Reads the dataset. Raises UserError if it is damaged or smaller than requested."""
@@ -116,12 +122,18 @@ class Stored:
         return files.fingerprint(self.split(name) for name in files.SPLITS)
 
 
+@dataclasses.dataclass(init=False, eq=False, repr=False)
 class Built(Stored):
     """A dataset that host 0 builds if it does not exist.
 
     Attributes:
+      directory: where it is; "" before `prepare`.
       recipe: the parameters of the dataset.
     """
+
+    directory: str = dataclasses.field(metadata=identity.NOT_IDENTITY)
+    recipe: Recipe
+    _named: str | None
 
     def __init__(self, recipe: Recipe, *, directory: str | None = None):
         super().__init__("")
@@ -300,10 +312,9 @@ class PuzzleTask:
 
     def rehearsal(self) -> PuzzleTask:
         """Returns a task of the same shapes for smoke runs."""
-        source = self.source.rehearsal() or Built(
-            random_grids.RandomGrids(seq_len=self.length, vocab_size=self.vocab_size)
-        )
-        return dataclasses.replace(self, source=source, eval_puzzles=8)
+        grids = random_grids.RandomGrids(seq_len=self.length, vocab_size=self.vocab_size)
+        source = self.source.rehearsal() or Built(grids)
+        return dataclasses.replace(self, source=source, epochs_per_iteration=None, eval_puzzles=8)
 
     def describe(self) -> str:
         """Returns one line for the run summary."""

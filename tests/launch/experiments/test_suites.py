@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import signal
 import subprocess
 import sys
@@ -147,6 +148,29 @@ def test_a_directory_of_another_experiment_is_refused(suite):
     assert state == State.REFUSED
     assert "contains another experiment (EVAL_INTERVAL = 3, was 2). Give another --run-root" in said
     assert changed.run() == 1
+
+
+def test_a_duplicate_of_a_refused_experiment_has_no_scores_of_another_one(suite):
+    suite().run()
+    changed = suite(bindings=["EVAL_INTERVAL = 3"])
+    found = results.rows(changed.entries, status=changed.status, run_dirs=changed.run_dirs)
+    assert {row["experiment"]: row["exact_accuracy"] for row in found} == {"a": None, "b": None, "c": None}
+
+
+def test_a_duplicate_that_was_run_itself_has_the_status_of_its_own_run(suite):
+    made = suite(seeds=range(2))
+    for entry in made.entries:
+        step, score = (2, 0.1) if entry.name.startswith("c") else (4, 0.9)
+        mode = Fake(codes=((entry.name, 3),) if step == 2 else ())
+        subprocess.run(mode.command(entry), capture_output=True, check=False)
+        line = json.dumps({"step": step, "validation/exact_accuracy": score})
+        (pathlib.Path(entry.run_dir) / "metrics.jsonl").write_text(line)
+    made.gather()
+    found = results.rows(made.entries, status=made.status, run_dirs=made.run_dirs)
+    said = {row["experiment"]: (row["status"], row["exact_accuracy"], row["mean_of_seeds"]) for row in found}
+    assert said["a"] == ("done", 0.9, 0.9)
+    assert said["c"] == ("step 2 of 4", 0.1, None)
+    assert [made.failed(entry) for entry in made.entries] == [False] * 4 + [True] * 2
 
 
 def test_a_preempted_run_ends_the_suite(suite):

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+from core import identity
 from core.errors import UserError
 from core.types import DataLayout
 from tasks import puzzles, streams
@@ -207,6 +208,15 @@ def test_mazes_that_a_run_builds(tmp_path, host_layouts):
     assert "kind maze" in task.describe()
 
 
+def test_preparing_a_task_does_not_change_its_identity(tmp_path, task):
+    built = small(num_train=2, num_test=2)
+    for each in (built, task):
+        before = identity.text(each)
+        each.prepare(str(tmp_path), is_host_zero=True)
+        assert identity.text(each) == before
+    assert identity.text(small(num_train=3, num_test=2)) != identity.text(built)
+
+
 def test_puzzles_that_a_stopped_start_left_incomplete_are_built_again(tmp_path):
     """An upload to a bucket ends with the file that marks a complete folder."""
     task = puzzles.maze(size=6, num_train=4, num_test=3)
@@ -229,7 +239,8 @@ def test_a_rehearsal_is_small_and_needs_no_files(tmp_path, task, host_layouts):
     every = task_module.Built(MazeSet(size=6, num_train=None, num_test=None, csv="never-read")).rehearsal()
     assert (every.recipe.num_train, every.recipe.num_test) == (8, 8)
     few = small(num_train=10_000, num_test=10_000, directory="never-made").rehearsal()
-    for number, rehearsal in enumerate((absent, few)):
+    large = puzzles.dataset(directory=None, length=81, vocab_size=300, epochs_per_iteration=1).rehearsal()
+    for number, rehearsal in enumerate((absent, few, large)):
         assert rehearsal.problems() == []
         rehearsal.prepare(str(tmp_path / str(number)), is_host_zero=True)
         batch = next(rehearsal.train(host_layouts(16, 1)[0], seed=0))
