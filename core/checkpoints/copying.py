@@ -36,11 +36,15 @@ class CopyError(RuntimeError):
 def copy_step(source: paths.Path, target: paths.Path) -> int:
     """Copies a complete step, replacing an existing copy; returns its size in bytes.
 
-    Raises CopyError if a copied file differs.
+    Raises:
+      CopyError: a copied file differs.
+      FileNotFoundError: the step is gone.
     """
+    files = paths.sizes(source)
+    if not files:
+        raise FileNotFoundError(f"{source} was removed before it was copied")
     if target.exists():
         steps.remove(target)
-    files = paths.sizes(source)
     marks = [name for name in steps.MARKS if name in files]
     names = [*sorted(files.keys() - set(marks)), *marks]
     if not paths.is_remote(target):
@@ -101,17 +105,22 @@ def check_place(run_dir: str, place: str, *, hosts: int) -> None:
         )
     paths.check_writable(there)
     own, other = _identity(run), _identity(there)
-    is_begun = bool(steps.complete(run / steps.FOLDER))
-    if not other and is_begun and steps.complete(there / steps.FOLDER):
+    is_begun, has_copies = (bool(steps.complete(folder / steps.FOLDER)) for folder in (run, there))
+    if not other and is_begun and has_copies:
         raise UserError(
             f"checkpoint_mirror = {place!r} has checkpoints, but no file {_IDENTITY}, so they may be of another run "
             f"than {run_dir}: give a place without checkpoints, or, to continue the run that is there, a --run-dir "
             "without checkpoints"
         )
-    if other and own != other and (own or is_begun):
+    if other and own != other and has_copies and is_begun:
         raise UserError(
             f"checkpoint_mirror = {place!r} has checkpoints of another run than {run_dir}: give another place, or "
             "another --run-dir to resume the run that is there"
+        )
+    if other and own != other and not has_copies and (own or is_begun):
+        raise UserError(
+            f"checkpoint_mirror = {place!r} was taken by another run than {run_dir}, which has copied no checkpoint "
+            f"yet: give another place, or, if that run is over, remove {there / _IDENTITY}"
         )
 
 

@@ -166,6 +166,7 @@ def _meet(
         wanted = _detected(timeout_seconds)
         found = jax_internals.addresses_of_slice()  # empty for several slices
         addresses = addresses or (found if len(found) == wanted.process_count else ())
+        secret = secret or ",".join(addresses)
     index, count, coordinator = wanted
     roll = rendezvous.answer(
         coordinator,

@@ -31,9 +31,9 @@ _BYTES_PER_CHIP = {"tpu": 64 * 2**20, "cpu": 2**18}
 _ALIKE = 0.92  # similarity from which one name counts as a misspelling of another
 
 
-def own_host(*, is_tpu: bool) -> list[Finding]:
+def own_host(slice_: slices.Slice, *, is_tpu: bool) -> list[Finding]:
     """Checks versions, environment variables and, on a TPU, which processes hold the chips."""
-    return [cluster.check_versions(), *variables(is_tpu=is_tpu), *([tpu_host.chip_holders()] if is_tpu else [])]
+    return [cluster.check_versions(slice_), *variables(is_tpu=is_tpu), *([tpu_host.chip_holders()] if is_tpu else [])]
 
 
 def variables(environ: Mapping[str, str] = os.environ, *, is_tpu: bool) -> list[Finding]:
@@ -192,7 +192,7 @@ def on_this_host(args: argparse.Namespace, slice_: slices.Slice) -> tuple[list[F
     Returns:
       The findings, and whether to print them here.
     """
-    own = own_host(is_tpu=slice_.is_tpu and not environment.read("RENGA_SIMULATE"))
+    own = own_host(slice_, is_tpu=slice_.is_tpu and not environment.read("RENGA_SIMULATE"))
     config = loader.load(args.experiment, bindings=args.gin, slice_name=slice_.name)
     host, joined = join(slice_)
     if host is None:

@@ -324,7 +324,7 @@ def _require_kept(directory: str) -> None:
     """Raises UserError if the next start would delete a run directory of a host together with the shipped workspace."""
     path = posixpath.normpath(directory) + "/"
     inside = posixpath.normpath(path.removeprefix(workstation.HOME))
-    is_inside = path.startswith(workstation.HOME) or not path.startswith(("/", "~"))
+    is_inside = path.startswith(workstation.HOME) or not path.startswith(("/", "~", "../"))
     if "://" not in directory and is_inside and inside.partition("/")[0] != workstation.KEPT:
         raise UserError(
             f"--run-dir {directory}: this is in the shipped workspace, which each start replaces, except for "

@@ -174,19 +174,24 @@ def about_hosts() -> list[str]:
     ]
 
 
-def warn_at_start(host: Host) -> None:
+def warn_at_start(host: Host, slice_: Slice) -> None:
     """Prints warnings about library versions and clocks. All hosts must call it."""
-    for finding, is_mine in ((check_versions(), True), (check_clocks(), host.is_zero)):
+    for finding, is_mine in ((check_versions(slice_), True), (check_clocks(), host.is_zero)):
         if is_mine and not finding.ok:
             print(f"{host.name}: warning: {finding.name}: {finding.detail}", flush=True)
         elif finding.is_note:
             print(f"{host.name}: note: {finding.name}: {finding.detail}", flush=True)
 
 
-def check_versions(*, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None) -> Finding:
+def check_versions(
+    slice_: Slice, *, installed: Callable[[str], str] = importlib.metadata.version, pins: str | None = None
+) -> Finding:
     """Compares jax, jaxlib and libtpu with the tested versions; older or missing ones fail.
 
-    `pins`: the text of a requirements.txt; None: this project's.
+    Args:
+      slice_: the slice; only TPUs need libtpu.
+      installed: returns the version of a package.
+      pins: the text of a requirements.txt; None: this project's.
     """
     text = (environment.WORKSPACE / "requirements.txt").read_text() if pins is None else pins
     pinned = dict(re.findall(r"(?m)^([A-Za-z0-9_.-]+)==([^\s;]+)", text))
@@ -195,6 +200,8 @@ def check_versions(*, installed: Callable[[str], str] = importlib.metadata.versi
         try:
             version = installed(name)
         except importlib.metadata.PackageNotFoundError:
+            if name == "libtpu" and not slice_.is_tpu:
+                continue
             older.append(f"{name} is not installed")
             continue
         have.append(f"{name} {version}")

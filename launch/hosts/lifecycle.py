@@ -6,6 +6,7 @@
     READY, run ended           return its exit code
     READY, run preempted       start again
     PREEMPTED, SUSPENDED, …    delete, create, wait for READY, ship, start; the run resumes from its last checkpoint
+    NOT_FOUND, STOPPED         end: somebody deleted or stopped the TPU, so it is not wanted
 
 Flags: https://cloud.google.com/sdk/gcloud/reference/compute/tpus (tpu-vm, queued-resources: create, describe, delete).
 """
@@ -24,7 +25,8 @@ from launch.hosts.gcloud import Step, Tpu
 
 ACTIONS = ("create", "queue", "delete")
 # States of a lost TPU, and of a TPU that is being created or queued for:
-GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "STOPPED", "FAILED", "NOT_FOUND")
+GONE = ("PREEMPTED", "SUSPENDED", "SUSPENDING", "TERMINATED", "FAILED", "NOT_FOUND")
+_BY_HAND = ("NOT_FOUND", "STOPPED", "STOPPING")  # of a TPU whose run was in progress; preempted ones stay listed
 _QUEUED = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 POLL_SECONDS = 60.0
 _TRIES = 30  # tries of one restart; capacity may be missing for some hours
@@ -103,6 +105,7 @@ class Watch:
       tpus: the TPUs of the run, one for each slice.
       start: ships and starts the run on all TPUs; returns an exit code.
       requested: gets an exit code when this process is asked to stop.
+      unanswered: what was said last about a TPU that does not answer, by TPU and by what was asked.
     """
 
     tpus: Sequence[Tpu]
@@ -110,6 +113,7 @@ class Watch:
     start: Callable[[], int]
     requested: Sequence[int]
     poll_seconds: float = POLL_SECONDS
+    unanswered: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
     def run(self, *, restarts: int, newest_step: Callable[[], int | None]) -> int:
         """Watches until the run ends, and restarts it after a preemption; returns an exit code.
@@ -141,11 +145,14 @@ class Watch:
 
     def _follow(self) -> int:
         while True:
-            states = {tpu: gcloud.describe(tpu).state for tpu in self.tpus}
+            states = {tpu: self._state(tpu) for tpu in self.tpus}
+            if ended := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in _BY_HAND]:
+                print(f"{', '.join(ended)}: somebody deleted or stopped it, so the watch ends", flush=True)
+                return exit_codes.FAILED
             if lost := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in GONE]:
                 print(", ".join(lost), flush=True)
                 return exit_codes.PREEMPTED
-            runs = [run_state(tpu) for tpu, state in states.items() if state == "READY"]
+            runs = [self._run_state(tpu) for tpu, state in states.items() if state == "READY"]
             codes = [int(run.split()[1]) for run in runs if run.startswith("ended ")]
             codes += [exit_codes.PREEMPTED for run in runs if run == "gone"]  # the host went down
             if codes:
@@ -193,15 +200,27 @@ class Watch:
 
     def _state(self, tpu: Tpu) -> str:
         """Returns the state of a TPU, or of its queued request; empty if unknown."""
-        state = gcloud.describe(tpu).state
-        if state != "NOT_FOUND" or not self.order.is_queued:
-            return state
+        found = gcloud.describe(tpu)
+        self._say(tpu, "describe", found.problem if not found.state else "")
+        if found.state != "NOT_FOUND" or not self.order.is_queued:
+            return found.state
         request = gcloud.command(tpu, "describe", "--format=value(state.state)", group="queued-resources")
         described = gcloud.output(request)
         if described.returncode:
             return gcloud.missing(described)
         asked = described.stdout.strip()
         return asked if asked in (*_QUEUED, *GONE) else "NOT_FOUND"
+
+    def _run_state(self, tpu: Tpu) -> str:
+        state = run_state(tpu)
+        self._say(tpu, "state", "" if state else "no answer from host 0 by ssh")
+        return state
+
+    def _say(self, tpu: Tpu, asked: str, problem: str) -> None:
+        """Prints why something is not known about a TPU, when that changes."""
+        if problem and problem != self.unanswered.get((tpu.name, asked)):
+            print(f"{tpu.name}: {problem}; the watch asks again every {self.poll_seconds:g} s", flush=True)
+        self.unanswered[tpu.name, asked] = problem
 
     def _pause(self, polls: int = 1) -> None:
         if not supervise.waited(self.poll_seconds * polls, self.requested):

@@ -55,6 +55,13 @@ start() {
     echo "$host: already running (process $pid)" >&2
     exit 1
   fi
+  case $(realpath -m -- "$directory" 2>/dev/null || echo "$directory") in
+    "$root"/runs/*) ;;
+    "$root" | "$root"/*)
+      echo "$host: the run directory $directory is in the shipped workspace, which each start replaces, except for runs/" >&2
+      exit 1
+      ;;
+  esac
   shift
   set -- "$@" --run-dir "$directory"
   echo "$directory" >"$run_directory"

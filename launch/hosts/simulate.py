@@ -107,7 +107,7 @@ def _environment(
         **environment.ON_CPUS,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
         "HF_HOME": f"{os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')}/huggingface",  # noqa: PTH111
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if value},  # an empty one counts as unset
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(slice_.devices_per_host),

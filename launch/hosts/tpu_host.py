@@ -53,14 +53,15 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 
     `slice_` None: hosts of earlier slices are not counted.
     """
-    simulated = environment.read("JAX_PROCESS_INDEX")
-    worker = simulated or environment.read("TPU_WORKER_ID")
+    launcher = () if slice_ is None or slice_.is_tpu else ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # as JAX reads them
+    given = next(filter(None, map(environment.read, ("JAX_PROCESS_INDEX", *launcher))), None)
+    worker = given or environment.read("TPU_WORKER_ID")
     if worker is None and chips():
         worker, _ = _metadata("attributes/agent-worker-number")
     if worker is None or not worker.isdigit():
         return None
     before = environment.read("MEGASCALE_SLICE_ID") or "0"
-    if simulated or slice_ is None or not before.isdigit():
+    if given or slice_ is None or not before.isdigit():
         return int(worker)
     return int(worker) + int(before) * slice_.single.hosts
 

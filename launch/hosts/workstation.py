@@ -245,7 +245,7 @@ def shipped_path(path: str, *, workspace: Path) -> str:
     """Returns where the file `path` is on the hosts, or raises UserError if it is not shipped."""
     if paths.is_remote(path):
         return path
-    absolute = Path(path).resolve()
+    absolute = next((at for at in (Path(path), workspace / path) if at.is_file()), Path(path)).resolve()
     if not absolute.is_file():
         raise UserError(f"no such experiment file: {path}; expected one in {workspace}, such as gin/quickstart.gin")
     if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):

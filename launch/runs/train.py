@@ -89,7 +89,7 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         before_devices=lock,
     )
     cluster.announce(host)
-    cluster.warn_at_start(host)
+    cluster.warn_at_start(host, slices.get(experiment.slice))
     if host.is_zero:
         print("".join(f"note: {note}\n" for note in config.notes), end="", flush=True)
         stack.enter_context(Waiting())
@@ -161,8 +161,10 @@ def run_phases(
       lock: the lock of the run directory; None on hosts without it.
 
     Raises:
+      UserError: a phase divides rows that its model's loss couples.
       PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
     """
+    _require_divisible_rows(spans)
     validation: dict[str, float] = {}
     continues = False
     with contextlib.suppress(EarlierPhaseError):
@@ -177,6 +179,14 @@ def run_phases(
                 return validation
     print(f"note: step {span.first_step} is already done: train for more steps, or use another run directory")
     return validation
+
+
+def _require_divisible_rows(spans: Sequence[Span]) -> None:
+    if environment.read("RENGA_SIMULATE"):
+        return  # the process that started the hosts has checked this
+    from launch.runs import smoke
+
+    distributed.decided_by_host_zero(lambda: [smoke.require_divisible_rows(span.experiment) for span in spans])
 
 
 def run_alone(

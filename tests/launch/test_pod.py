@@ -296,8 +296,8 @@ def test_a_run_directory_that_the_next_start_would_delete_is_refused(place, call
         said.split()
     )
     assert not calls
-    kept = ["runs/first", "~/renga/runs/first", "~/first", "/disk/first"]
-    assert [cli.main([*argv, one]) for one in kept] == [0] * 4
+    kept = ["runs/first", "~/renga/runs/first", "~/first", "/disk/first", "../first"]
+    assert [cli.main([*argv, one]) for one in kept] == [0] * 5
     assert [told for *_, told, _ in calls] == kept
 
 

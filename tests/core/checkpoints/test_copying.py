@@ -321,13 +321,27 @@ def test_a_fetch_that_was_interrupted_leaves_no_step_without_the_files_that_it_n
     assert (fresh / "vocabulary" / "a.model").read_text() == "words"
 
 
+def test_a_step_that_is_gone_is_not_copied_and_its_copy_stays(run, tmp_path):
+    copying.copy_step(run / "checkpoints" / "9", kept := paths.resolve(tmp_path) / "kept" / "9")
+    with pytest.raises(FileNotFoundError, match="was removed before it was copied"):
+        copying.copy_step(run / "gone", kept)
+    assert steps.is_complete(kept)
+
+
 def test_two_runs_cannot_share_a_place(run, saved, tmp_path):
     place = str(tmp_path / "kept")
     copying.require_place(str(run), place, hosts=1)
     copying.require_place(str(run), place, hosts=1)  # again, at a restart
     another = shutil.copytree(saved, tmp_path / "another")
+    with pytest.raises(UserError, match=r"was taken by another run than .*another, which has copied no .*/kept/run_id"):
+        copying.require_place(str(another), place, hosts=1)
+    shutil.copytree(saved / "checkpoints", tmp_path / "kept" / "checkpoints")
     with pytest.raises(UserError, match=r"has checkpoints of another run than .*another: give another place"):
         copying.require_place(str(another), place, hosts=1)
+    begun = tmp_path / "begun"  # its first start ended before its first checkpoint
+    copying.require_place(str(begun), str(tmp_path / "elsewhere"), hosts=1)
+    copying.require_place(str(begun), place, hosts=1)
+    assert (begun / "run_id").read_text() == (run / "run_id").read_text()
     for run_dir in ("gs://bucket/run", place):
         with pytest.raises(UserError, match="copied from a local run directory to another place"):
             copying.require_place(run_dir, place, hosts=1)

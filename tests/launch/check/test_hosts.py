@@ -8,6 +8,7 @@ import sys
 import jax
 import pytest
 
+from core import slices
 from core.errors import Problem, UserError
 from core.hosts import exit_codes
 from launch import findings
@@ -16,6 +17,7 @@ from launch.findings import Finding
 from launch.hosts import cluster, tpu_host
 from parallel import collectives
 
+V4_8 = slices.get("v4-8")
 TINY = ["LENGTH = 64", "transformer.Transformer.num_layers = 1", "transformer.Transformer.embed_dim = 32"]
 
 
@@ -127,21 +129,23 @@ def test_a_machine_outside_a_slice_is_reported(launch, monkeypatch):
 )
 def test_versions_that_do_not_go_together(changes, says):
     have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"} | changes
-    row = cluster.check_versions(installed=have.__getitem__, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1 ; x\n")
+    row = cluster.check_versions(
+        V4_8, installed=have.__getitem__, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1 ; x\n"
+    )
     assert not row.ok
     assert says in row.detail
-    assert cluster.check_versions().ok
+    assert cluster.check_versions(V4_8).ok
 
 
 def test_versions_newer_than_tested_are_noted_by_a_check_and_at_the_start_of_a_run(monkeypatch, capsys):
     requirements = "jax==0.10.1\njaxlib==0.10.2\nlibtpu==0.0.41\n"
     have = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42.1"}
-    row = cluster.check_versions(installed=have.__getitem__, pins=requirements)
+    row = cluster.check_versions(V4_8, installed=have.__getitem__, pins=requirements)
     assert (row.ok, row.is_note) == (True, True)
     assert ", jax 0.10.2, jaxlib 0.10.2, libtpu 0.0.42.1; newer" in row.detail
     assert row.detail.endswith("; newer than tested: jax (tested with 0.10.1), libtpu (tested with 0.0.41)")
-    monkeypatch.setattr(cluster, "check_versions", lambda: row)
-    cluster.warn_at_start(cluster.Host(0, 1, simulated=True))
+    monkeypatch.setattr(cluster, "check_versions", lambda slice_: row)
+    cluster.warn_at_start(cluster.Host(0, 1, simulated=True), V4_8)
     assert capsys.readouterr().out == f"host 0 of 1: note: versions: {row.detail}\n"
 
 
@@ -151,8 +155,10 @@ def test_a_library_that_is_missing_is_named():
             raise cluster.importlib.metadata.PackageNotFoundError(name)
         return {"jax": "0.10.2", "jaxlib": "0.10.2"}[name]
 
-    row = cluster.check_versions(installed=installed, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1\n")
+    row = cluster.check_versions(V4_8, installed=installed, pins="jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1\n")
     assert (row.ok, row.detail.found) == (False, "libtpu is not installed")
+    pins = "jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.42.1\n"
+    assert cluster.check_versions(slices.get("h100:8"), installed=installed, pins=pins).ok  # a GPU needs none
 
 
 @pytest.mark.covers("X03", "L10")
@@ -179,8 +185,8 @@ def test_variables_of_other_programs_are_ignored():
 
 
 def test_only_tpus_have_chips_that_other_processes_hold():
-    assert {row.name for row in hosts.own_host(is_tpu=False)} == {"versions", "environment"}
-    assert {row.name for row in hosts.own_host(is_tpu=True)} == {"versions", "environment", "chips"}
+    assert {row.name for row in hosts.own_host(V4_8, is_tpu=False)} == {"versions", "environment"}
+    assert {row.name for row in hosts.own_host(V4_8, is_tpu=True)} == {"versions", "environment", "chips"}
 
 
 def test_processes_that_hold_a_chip_are_named(tmp_path):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from core import slices
+from core.hosts import exit_codes
 from launch import environment
 from launch.hosts import gcloud, lifecycle, workstation
 
@@ -141,6 +142,26 @@ def test_reactions_of_the_watch_to_states(monkeypatch, run_says, state, code, st
     assert watch(order=ON_DEMAND, restarts=2, start=start, **same) == code
     assert len(started) == starts
     assert all(("create" in steps) == (state == "PREEMPTED") for steps in started)
+
+
+@pytest.mark.parametrize("state", ["NOT_FOUND", "STOPPED"])
+def test_a_tpu_that_somebody_deleted_or_stopped_is_not_made_again(monkeypatch, state, capsys):
+    monkeypatch.setattr(gcloud, "describe", lambda tpu: gcloud.Description(state=state))
+    monkeypatch.setattr(gcloud, "perform", lambda steps, **_: pytest.fail(f"performed {steps}"))
+    ends = watch(order=ON_DEMAND, start=lambda: pytest.fail("started"), requested=[], poll_seconds=0.01)
+    assert ends == exit_codes.FAILED
+    assert f"my-tpu is {state}: somebody deleted or stopped it, so the watch ends" in capsys.readouterr().out
+
+
+def test_the_watch_says_once_why_it_has_no_answer(monkeypatch, capsys):
+    ready, failed = gcloud.Description(state="READY"), gcloud.Description(problem="ERROR: Reauthentication failed.")
+    described, runs = iter([failed, failed, ready, ready, failed, ready]), iter(["", "", "ended 0"])
+    monkeypatch.setattr(gcloud, "describe", lambda tpu: next(described))
+    monkeypatch.setattr(lifecycle, "run_state", lambda tpu: next(runs))
+    assert watch(order=ON_DEMAND, start=lambda: pytest.fail("started"), requested=[], poll_seconds=0.01) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "the watch asks again" in line]
+    failed_line = "my-tpu: ERROR: Reauthentication failed.; the watch asks again every 0.01 s"
+    assert said == [failed_line, "my-tpu: no answer from host 0 by ssh; the watch asks again every 0.01 s", failed_line]
 
 
 @pytest.mark.slow

@@ -115,13 +115,13 @@ def test_hosts_use_large_pages_unless_the_user_says_otherwise(tmp_path, monkeypa
     assert log(tmp_path, 1).splitlines()[1] == (chosen or "glibc.malloc.hugetlb=1")
 
 
-@pytest.mark.parametrize("chosen", [None, "--xla_dump_to=/nowhere"])
+@pytest.mark.parametrize("chosen", [None, "", "--xla_dump_to=/nowhere"])
 @pytest.mark.parametrize(("cores", "own"), [(2, ["--xla_cpu_multi_thread_eigen=false"]), (8, [])])
 def test_hosts_get_flags_of_the_experiment_and_one_thread_a_device_on_few_cores(
     tmp_path, monkeypatch, cores, own, chosen
 ):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    if chosen:
+    if chosen is not None:
         monkeypatch.setenv("XLA_FLAGS", chosen)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))  # v4-16 has 8 devices
     assert run(V4_16, "print(os.environ['XLA_FLAGS'])", tmp_path, xla_flags="--flag=1") == 0

@@ -87,7 +87,12 @@ def test_a_host_knows_its_index_before_it_joins(here, chips, metadata, tmp_path)
     for environ, index in ((of_two, 7), (of_two | {"TPU_WORKER_ID": "0"}, 4), (of_two | {"JAX_PROCESS_INDEX": "5"}, 5)):
         here(environ, **there)
         assert tpu_host.own_index(slices.get("2xv4-32")) == index
-    here(**there | {"devices": tmp_path / "none"})
+    none = {"devices": tmp_path / "none"}
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):  # of GPUs
+        here({name: "1"}, **there | none)
+        assert tpu_host.own_index(slices.get("h100:8x2")) == 1
+        assert tpu_host.own_index(slices.get("v4-16")) is None
+    here(**there | none)
     assert tpu_host.own_index() is None
     here(devices=chips, url=metadata({}))
     assert tpu_host.own_index() is None

@@ -234,8 +234,17 @@ def test_tensorboard_without_a_run_is_refused_with_the_fix(cloud, workspace, cap
     )
 
 
-def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path):
+def test_a_host_refuses_a_run_directory_that_the_next_start_would_delete(cloud, workspace, capfd):
+    home = cloud / "worker_0" / "renga"  # the same on a real TPU: a host's own path of the shipped workspace
+    assert start(workspace, directory=str(home / "first")) == 1
+    assert f"the run directory {home}/first is in the shipped workspace, which each start" in capfd.readouterr().err
+    assert not (home.parent / ".renga/process").exists()
+
+
+def test_only_what_git_would_keep_can_be_an_experiment(workspace, tmp_path, monkeypatch):
     assert workstation.shipped_path(str(workspace / "gin/x.gin"), workspace=workspace) == "gin/x.gin"
+    monkeypatch.chdir(tmp_path)
+    assert workstation.shipped_path("gin/x.gin", workspace=workspace) == "gin/x.gin"  # as other commands find it
     with pytest.raises(ValueError, match="would not be copied to the hosts"):
         workstation.shipped_path(str(workspace / "data/large.bin"), workspace=workspace)
     with pytest.raises(ValueError, match="no such experiment file"):

@@ -17,7 +17,7 @@ from core.types import LossOutput
 from launch import __main__ as cli
 from launch import environment
 from launch.config import loader
-from launch.runs import smoke
+from launch.runs import smoke, train
 from parallel import strategies
 from tasks.sampled import SampledTask
 
@@ -155,6 +155,14 @@ def test_the_rows_of_a_task_that_cannot_be_made_smaller_are_compared_too():
     assert compared(together=False)
     with pytest.raises(UserError, match="couples_rows"):
         compared(together=True)
+
+
+def test_a_start_that_nobody_checked_refuses_rows_that_its_loss_couples(tmp_path):
+    strategy = strategies.data_parallel()
+    coupled = SimpleNamespace(model=Linear(True), task=Points(), strategy=strategy, accum_steps=2, row_length=1)
+    with pytest.raises(UserError, match="couples_rows"):
+        train.run_phases([SimpleNamespace(experiment=coupled)], None, str(tmp_path), last_step=1, lock=None)
+    assert not list(tmp_path.iterdir())
 
 
 @dataclasses.dataclass(frozen=True)
