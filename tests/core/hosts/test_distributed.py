@@ -183,8 +183,11 @@ os.environ["JAX_COORDINATOR_PORT"] = COORDINATOR.split(":")[1]
 from core.jax_internals import cloud_tpu_cluster
 cloud_tpu_cluster.running_in_cloud_tpu_vm = True
 del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX sets it where it finds no TPU.
-from core.hosts import distributed
+from core.hosts import distributed, rendezvous
+asked, answer = {}, rendezvous.answer
+rendezvous.answer = lambda *arguments, **options: asked.update(options) or answer(*arguments, **options)
 assert distributed.initialize(local_cpu_devices=1, timeout_seconds=30) == (PROCESS, HOSTS, COORDINATOR)
+assert asked["secret"] == ",".join(["127.0.0.1"] * HOSTS)
 import jax
 assert jax.device_count() == HOSTS
 distributed.shutdown()
