@@ -487,7 +487,9 @@ def bound(
     slice_ = slice_of(slice_name)
     devices = jax.devices()[: slice_.devices]
     if len(devices) < slice_.devices:
-        raise UserError(f"{slice_.name} has {slice_.devices} devices, and this process {len(devices)}: give --simulate")
+        raise UserError(
+            f"{slice_.name} has {slice_.devices} devices, and this process {len(devices)}: leave out --slice, or give --simulate if this command takes it"
+        )
     at = Partitioner(strategy or strategies.data_parallel(), slice=slice_, devices=devices)
     unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))
     return at.program(model, optimizer or unused, spec, seed=0, **stored)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     loaded_model.choose_devices(None, is_simulated=False)
     experiment = loader.load(args.experiment, bindings=args.gin).build()
     model, task = _parts(experiment)
-    base = loaded_model.load(experiment.initialization.init_from, dtype=model.base.dtype)
+    base = loaded_model.load(experiment.initialization.init_from, dtype=model.base_dtype)
     params, checksum = _stored(base, model)
     task.prepare(environment.run_directory(args.experiment, experiment.slice), is_host_zero=True)
     hidden = jax.jit(model.hidden)

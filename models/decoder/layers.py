@@ -397,7 +397,7 @@ class Attention(Heads):
     def settings(self, decoder: Decoder) -> dict[str, Any]:
         usual = dataclasses.replace(self, rope_theta=None)
         own = None if self.rotation(decoder) == usual.rotation(decoder) else self.rope_theta
-        return super().settings(decoder) | {"attention.rope_theta": own}
+        return super().settings(decoder) | {f"{self.name}.rope_theta": own}
 
 
 @dataclasses.dataclass(frozen=True)

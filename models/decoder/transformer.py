@@ -86,8 +86,8 @@ class Transformer(DecoderConfig):
         for part in (part for kind in self.first_kinds for part in parts_of(kind).values()):
             if jax.tree.leaves(jax.eval_shape(part.empty_sums)):
                 raise UserError(
-                    f"Transformer.first_feed_forward: a layer with {part.name} has losses or metrics, which layers "
-                    "before those that repeat cannot have; use it in feed_forward"
+                    f"Transformer: {part.name} has losses or metrics, which layers before those that repeat cannot "
+                    "have: give these layers another first_mixer or first_feed_forward"
                 )
         if self.lora is not None:
             known = adaptable(self)
@@ -100,7 +100,7 @@ class Transformer(DecoderConfig):
     def _check_states(self) -> None:
         if not self.keeps_states:
             return
-        if not any(part.keeps_state for part in self._parts.values()):
+        if not any(part.keeps_state for kind in self.layer_kinds for part in parts_of(kind).values()):
             raise UserError(
                 "Transformer.keeps_states = True has no effect: no mixer or feed_forward keeps a state; set it to "
                 "False, or use one that does, such as @s5.S5()"

@@ -146,7 +146,7 @@ class GatedDelta(Part):
         return dataclasses.replace(self, key_heads=heads, value_heads=ratio * heads, key_dim=width, value_dim=width)
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        return {name: value for name, value in super().settings(decoder).items() if name != "gated_delta.chunk"}
+        return {name: value for name, value in super().settings(decoder).items() if name != f"{self.name}.chunk"}
 
 
 class Rows(NamedTuple):

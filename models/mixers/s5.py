@@ -99,7 +99,7 @@ class S5(Part):
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
         found = super().settings(decoder)
-        del found["s5.chunk"]  # changes no result
+        del found[f"{self.name}.chunk"]  # changes no result
         return found
 
 

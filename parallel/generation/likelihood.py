@@ -61,7 +61,7 @@ class Scorer:
         usual = max(USUAL_LENGTH, min(row_length(program.spec), held))
         self.max_length = self._fixed or limit or usual
         is_tiled = can(model, ChoosesKernels) and model.attention == "splash"
-        self._unit = _TILE if is_tiled else 1
+        self._unit = _TILE * program.partitioner.row_pieces if is_tiled else 1
         everywhere = NamedSharding(program.partitioner.mesh, PartitionSpec())  # each host reads all rows
         self._sums = jax.jit(self._scored_sums, out_shardings=everywhere)
 

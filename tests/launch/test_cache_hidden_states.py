@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from core.checkpoints import reading
 from core.hosts import exit_codes
 from launch import __main__ as main
 from launch import loaded_model
@@ -150,6 +151,19 @@ def test_a_base_that_is_missing_and_chunks_that_do_not_divide_rows_are_refused(d
     )
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "states").exists()
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_a_published_base_has_the_numbers_that_training_reads(data, tmp_path, monkeypatch, stored):
+    folder = str(Path(__file__).parents[1] / "models/fixtures/families/gpt2")  # in float32
+    about = {}
+    monkeypatch.setattr(cached, "write", lambda *_, model, **__: about.update(model) or iter(()))
+    own = gin(*ADAPTER, f"INIT_FROM = '{folder}'", "COMPUTE_DTYPE = 'bfloat16'", f"FROZEN_DTYPE = '{stored}'")
+    assert main.main(["cache-hidden-states", EXPERIMENT, "--out", str(tmp_path / "out"), *data, *own]) == 0
+    base = loaded_model.load(folder, dtype="float32")
+    specs = reading.by_name(base.program.param_specs)
+    whole = {name: a for name, a in reading.by_name(base.params).items() if specs[name].kind != "constant"}
+    assert about["checksum"] == reading.checksum({name: a.astype(stored) for name, a in whole.items()})
 
 
 def test_a_bucket_is_refused_before_a_model_is_read(data, capsys):

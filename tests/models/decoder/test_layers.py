@@ -215,7 +215,7 @@ def test_the_width_of_the_feed_forwards_is_a_setting():
         ),
         (
             {"first_feed_forward": (Experts(num_experts=2, top_k=1),)},
-            "first_feed_forward: a layer with experts has losses or metrics",
+            "experts has losses or metrics, .* give these layers another first_mixer or first_feed_forward",
         ),
     ],
 )

@@ -93,6 +93,10 @@ def test_rows_have_whole_tiles_where_the_splash_kernel_is_chosen():
         scorer = likelihood.Scorer(program_of(attention=choice, length=128), None)
         lengths[choice] = [scorer._length(([1] * n, [1])) for n in (10, 100, 130, 200, 300)]
     assert lengths == {"splash": [128, 128, 256, 256, 384], "auto": [64, 128, 192, 256, 384]}
+    for ring, unit in ((False, 256), (True, 512)):  # a tile in each shard of a row, in a ring in both chunks
+        tables = strategies.context(sequence=2, ring=ring)
+        scorer = likelihood.Scorer(program_of(tables, attention="splash", length=512), None)
+        assert scorer._length(([1] * 10, [1])) == unit
 
 
 def test_a_text_is_split_into_windows_that_score_each_id_once():
