@@ -488,7 +488,8 @@ def bound(
     devices = jax.devices()[: slice_.devices]
     if len(devices) < slice_.devices:
         raise UserError(
-            f"{slice_.name} has {slice_.devices} devices, and this process {len(devices)}: leave out --slice, or give --simulate if this command takes it"
+            f"{slice_.name} has {slice_.devices} devices, and this process {len(devices)}: leave out --slice, or give "
+            "--simulate if this command takes it"
         )
     at = Partitioner(strategy or strategies.data_parallel(), slice=slice_, devices=devices)
     unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
+from core.logical import Axes
 from core.types import Params
 from parallel.compiled import compiling, traffic
 from parallel.compiled.analysis import Analysis
@@ -126,10 +127,13 @@ def read_bytes(params: Params, param_axes: Any) -> tuple[int, int]:
     Of an embedding that is not also the output matrix, only the rows of the tokens are read.
 
     Args:
-      params: shapes with shardings.
-      param_axes: their `Axes`.
+      params: shapes with shardings; of layers, one array or a tuple with one for each layer.
+      param_axes: the `Axes` of each parameter.
     """
-    named = model_trace.leaves(params, param_axes)
+    tree: Any
+    axes_of, tree = jax.tree.flatten(param_axes, is_leaf=lambda node: isinstance(node, Axes))
+    parts = zip(axes_of, tree.flatten_up_to(params), strict=True)
+    named = [(leaf, axes) for axes, part in parts for leaf in jax.tree.leaves(part)]
     is_tied = not any(axes.names == model_trace.OUTPUT for _, axes in named)
     used = [(leaf, axes) for leaf, axes in named if is_tied or axes.names != model_trace.EMBEDDING]
     most = sum(_bytes_per_chip(leaf) for leaf, _ in used)
