@@ -34,6 +34,12 @@ class Step(NamedTuple):
     argv: tuple[str, ...]
     secret: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The command line as text, with SECRET in place of `secret`."""
+        line = shlex.join(self.argv)
+        return line.replace(self.secret, "SECRET") if self.secret else line
+
 
 class Description(NamedTuple):
     """A TPU as gcloud describes it: `v4-32`, `READY`, `HEALTHY`, and the address of host 0.
@@ -152,8 +158,7 @@ def perform(steps: Sequence[Step], *, dry_run: bool, together: bool = False) -> 
 def _wait(step: Step, process: subprocess.Popen) -> int:
     code = exit_codes.of_process(process.wait())
     if code:
-        said = shlex.join(step.argv)
-        print(f"failed (exit code {code}): {said.replace(step.secret, 'SECRET') if step.secret else said}", flush=True)
+        print(f"failed (exit code {code}): {step.shown}", flush=True)
     return code
 
 
