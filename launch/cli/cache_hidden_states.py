@@ -21,7 +21,7 @@ from tasks.code import cached, chunks
 COMMAND = ("runs", "cache-hidden-states")
 HELP = "compute the hidden states of an adapter's frozen base once, for tasks of cached.cached_hidden"
 EXAMPLE = """launch/run cache-hidden-states gin/ponder/quick.gin --out runs/ponder/hidden
-  launch/run cache-hidden-states gin/ponder/smollm2_135m.gin --gin "FOLDER = 'smollm2'" --out runs/hidden --rows 900,90,90"""
+  launch/run cache-hidden-states gin/ponder/smollm2_135m.gin --gin "FOLDER = 'smollm2'" --out runs/hidden"""
 _SECONDS_BETWEEN_LINES = 15.0
 
 

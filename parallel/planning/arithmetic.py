@@ -7,8 +7,9 @@ peak        state, batch and activations that layers save, and the larger of
 compute     FLOPs of matrix products, with recomputation and pipeline bubbles / 80 % of the chip's peak,
             plus the time to read and write the state once (in a pipeline also saved values and gradients)
 kernels     FLOPs of Pallas kernels, such as attention / 40 % of the chip's peak
-traffic     gathers of weights, reductions of gradients, sums of tensor parallel products, keys and values between
-            chips that share a row, activations between stages / the bandwidth of their mesh axes
+traffic     gathers of weights and of updated parameters, reductions of gradients, sums of tensor parallel products,
+            tokens that go to their experts and back, keys and values between chips that share a row, activations
+            between stages / the bandwidth of their mesh axes
 """
 
 import math
@@ -305,6 +306,10 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
             gathers = 2 if logical.is_stacked(of.names) and not once else 1
             yield gathered, sent * (1 if once else step.accum_steps * gathers)
             continue
+        tables = (sharded.tables.stored_optimizer_rules, table)
+        updated = set.difference(*(sharded.stored_axes(leaf, of, rules) for rules in tables))
+        chips = sharded.degree(updated)  # each updates a part, and gathers the others
+        yield updated, (chips - 1) / chips * size_bytes(leaf) / sharded.degree(stored)
         if of.names == model_trace.EMBEDDING and not held and _is_summed_in_pieces(sharded, step):
             yield from _of_lookups(sharded, step, leaf)
             if not is_tied:
@@ -312,7 +317,8 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
                 continue
         # A weight outside the layers is last in one pass and first in the other: it is gathered for both at once.
         gathers = 2 if logical.is_stacked(of.names) else 1
-        passes = 1 + wide if once else step.accum_steps * (gathers + _reductions(others))
+        reductions = 1 if "expert" in of.names else _reductions(others)
+        passes = 1 + wide if once else step.accum_steps * (gathers + reductions)
         yield gathered, sent * passes
         yield rows - stored, _all_reduce(sharded, rows - stored) * payload * wide / n
 
@@ -359,6 +365,11 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
     for reduction in work.reductions:
         axes = mesh_axes([reduction.axis], used)
         yield axes, _all_reduce(sharded, axes) * reduction.bytes * rows / pieces * (2 + again)
+    exchanged = mesh_axes(["expert"], used) & mesh_axes(_ROW_AXES, used)
+    chips = sharded.degree(exchanged)
+    for exchange in work.exchanges:
+        others = chips - 1 if exchange.is_gathered else (chips - 1) / chips
+        yield exchanged, others * exchange.bytes * rows / pieces * 2 * (2 + again)  # to the experts and back
     weights = [leaf for leaf, of in sharded.params if "kv_heads" in of.names]
     keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * trace.length * trace.itemsize  # and values, of a row
     yield mesh_axes(["length"], used), (pieces - 1) / pieces * keys * rows * (2 + 2 * again)

@@ -66,6 +66,18 @@ class Reduction(NamedTuple):
     bytes: float
 
 
+class Exchange(NamedTuple):
+    """Tokens of a forward pass that chips exchange if they share experts.
+
+    Attributes:
+      bytes: of one row: of the slots of all experts, or of the tokens.
+      is_gathered: whether every chip gets all tokens; otherwise each slot goes to the chip of its expert.
+    """
+
+    bytes: float
+    is_gathered: bool
+
+
 class Work(NamedTuple):
     """The work of one training step for one row; FLOPs of matrix products are without Pallas kernels.
 
@@ -73,6 +85,7 @@ class Work(NamedTuple):
       flops: of both passes, with recomputation.
       kernel_flops: of Pallas kernels in both passes.
       reductions: products of a forward pass whose results may be summed over chips.
+      exchanges: tokens that go to their experts, and come back, in a forward pass.
       gathers_again: whether the backward pass gathers a layer's weights again, instead of saving them.
       looped: share of `flops`, and of `kernel_flops`, in loops.
       chunk_bytes: with more bytes of logits on a chip, the loss is computed in chunks; 0: the size does not matter.
@@ -85,6 +98,7 @@ class Work(NamedTuple):
     forward_kernel_flops: float
     kept: tuple[Kept, ...]
     reductions: tuple[Reduction, ...]
+    exchanges: tuple[Exchange, ...] = ()
     gathers_again: bool = True
     looped: tuple[float, float] = (0.0, 0.0)
     chunk_bytes: int = 0
@@ -267,6 +281,7 @@ def work(
         forward_kernel_flops=flops(ahead, in_kernel=True),
         kept=sizes.all_kept(kept, on_host[1:]),  # the first is the loss
         reductions=tuple(r for p in ahead if not p.in_kernel and (r := sizes.reduction(p))),
+        exchanges=tuple(e for p in ahead if (e := sizes.exchange(p))),
         gathers_again=again,
         looped=(looped(in_kernel=False), looped(in_kernel=True)),
         chunk_bytes=whole.chunk_bytes if chooses else 0,
@@ -275,11 +290,15 @@ def work(
 
 
 class _Product(NamedTuple):
+    """`batch`: sizes of dimensions that both operands and the result have; `grouped_rows`: of a product by groups."""
+
     flops: float
     contracted: tuple[int, ...]
     result_bytes: float
     in_kernel: bool
     in_loop: bool
+    batch: tuple[int, ...] = ()
+    grouped_rows: int = 0
 
 
 def _products(jaxpr: Jaxpr, times: float = 1.0, scopes: str = "", in_loop: bool = False) -> Iterator[_Product]:
@@ -289,10 +308,10 @@ def _products(jaxpr: Jaxpr, times: float = 1.0, scopes: str = "", in_loop: bool 
         if name == "dot_general":
             left: Any = equation.invars[0].aval
             result: Any = equation.outvars[0].aval
-            (contracting, _), _ = params["dimension_numbers"]
-            contracted = tuple(left.shape[i] for i in contracting)
+            (contracting, _), (batch, _) = params["dimension_numbers"]
+            contracted, shared = (tuple(left.shape[i] for i in dimensions) for dimensions in (contracting, batch))
             flops = 2.0 * result.size * math.prod(contracted) * times
-            yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, False, in_loop)
+            yield _Product(flops, contracted, result.size * result.dtype.itemsize * times, False, in_loop, shared)
         elif name == "ragged_dot_general":  # as if every row belonged to a group
             yield _grouped_product(equation, times, in_loop)
         elif name == "cond":
@@ -331,7 +350,8 @@ def _grouped_product(equation: Any, times: float, in_loop: bool) -> _Product:
     is_of_rows = bool(set(numbers.lhs_ragged_dimensions) & set(contracting))
     size = result.size // result.shape[0] if is_of_rows else result.size
     flops = 2.0 * size * math.prod(contracted) * times
-    return _Product(flops, contracted, result.size * result.dtype.itemsize * times, False, in_loop)
+    result_bytes = result.size * result.dtype.itemsize * times
+    return _Product(flops, contracted, result_bytes, False, in_loop, (), 0 if is_of_rows else result.shape[0])
 
 
 def _computes_again(jaxpr: Jaxpr) -> bool:
@@ -366,7 +386,8 @@ class _Sizes:
         self._by_size = {
             size: name for size, name in sorted(sizes, key=_preference) if name not in (None, *logical.STACKED)
         }
-        self._before = {size: "expert" for size, name in sizes if name == "expert"}
+        self._experts = {size for size, name in sizes if name == "expert"}
+        self._before = dict.fromkeys(self._experts, "expert")
         self._params = {(leaf.shape, leaf.dtype) for leaf, _ in pairs}
         self._weights = {leaf.shape: of for leaf, of in pairs}
         self._of_some_layers = {leaf.shape[1:]: of for leaf, of in pairs if logical.is_stacked(of.names)}
@@ -414,6 +435,17 @@ class _Sizes:
         for size in product.contracted:
             if (name := self._by_size.get(size)) in ("mlp", "heads"):
                 return Reduction(name, product.result_bytes / self.rows)
+        return None
+
+    def exchange(self, product: _Product) -> Exchange | None:
+        """Returns what is exchanged for the last product of experts; None for other products."""
+        if "mlp" not in map(self._by_size.get, product.contracted):
+            return None
+        if product.grouped_rows:
+            tokens = self.rows * self._length
+            return Exchange(product.result_bytes * tokens / product.grouped_rows / self.rows, is_gathered=True)
+        if any(size in self._experts for size in product.batch):
+            return Exchange(product.result_bytes / self.rows, is_gathered=False)
         return None
 
 

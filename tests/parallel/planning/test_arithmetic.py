@@ -10,7 +10,7 @@ import pytest
 from core import optimizers, slices
 from core.slices import GIB
 from models import trm
-from models.decoder import transformer
+from models.decoder import experts, transformer
 from models.decoder.layers import Mlp
 from parallel import strategies
 from parallel.compiled import report
@@ -113,6 +113,31 @@ def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):
 
 
 @pytest.mark.covers("X06")
+@pytest.mark.parametrize(("capacity", "sent"), [(1.25, 3 / 4 * 2 * 1.25), (None, 3)])
+def test_tokens_go_to_their_experts_and_back_in_both_passes(trace_of, capacity, sent):
+    """Slots of 4 chips' experts go to 3 others in 4; without a capacity, every chip gets the tokens of 3 others."""
+    one = experts.Experts(num_experts=8, top_k=2, capacity_factor=capacity)
+    sizes = {"num_layers": 2, "embed_dim": 128, "mlp_dim": 192, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 384}
+    known = trace_of(transformer.Transformer(**sizes, feed_forward=one), length=256, remats=["none"])
+    without = dataclasses.replace(known, works={"none": known.works["none"]._replace(exchanges=())})
+    found, others = (
+        arithmetic.estimate(ShardedState(strategies.experts(expert=4), trace), Step("none", 32, 1)).time.traffic
+        for trace in (known, without)
+    )
+    (mine,), (rest,) = ([axis.wire_bytes for axis in each if axis.axes == ("expert",)] for each in (found, others))
+    tokens = 2 * 2 * 256 * 128 * 2  # of 2 layers, 2 rows on a chip, in bfloat16
+    assert mine - rest == pytest.approx(4 * sent * tokens)  # to the experts and back, twice
+    assert [axis for axis in found if axis.axes != ("expert",)] == [a for a in others if a.axes != ("expert",)]
+
+
+def test_updated_parameters_are_gathered_where_only_the_optimizer_s_state_is_sharded(trace_of):
+    known = trace_of(transformer.preset("7b", num_layers=2), remats=["none"])
+    states = [ShardedState(tables, known) for tables in (strategies.zero1(), strategies.data_parallel())]
+    (sharded,), (whole,) = (arithmetic.estimate(state, Step("none", 32, 1)).time.traffic for state in states)
+    count = sum(leaf.size for leaf, of in states[0].params if "norm" not in of.names)
+    assert (sharded.axes, sharded.wire_bytes - whole.wire_bytes) == (("data",), pytest.approx(15 / 16 * 4 * count))
+
+
 def test_seconds_of_7b_are_near_the_compiled_ones(seven_b):
     found = arithmetic.estimate(ShardedState(strategies.fsdp(), seven_b), FULL)
     assert found.time.compute == pytest.approx(981e6 / 1.05e9, rel=0.1)
