@@ -35,11 +35,12 @@ python() { if [[ -x .venv/bin/python ]]; then echo .venv/bin/python; else echo p
 
 # install [--extra NAME]…: unpacks the shipped workspace, and sets up with the extras of the workstation.
 install_workspace() {
-  local archive=$HOME/renga.tar.gz pid
+  local archive=$HOME/renga.tar.gz pid name
   if pid=$(running_pid); then
     echo "$host: a run is in progress (process $pid); stop it first: launch/pod.sh stop" >&2
     exit 1
   fi
+  for name in $secrets; do rm -f "$state/$name"; done # of a start that failed before it read them
   cd "$root"
   find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name .venv.lock ! -name runs -exec rm -rf {} +
   tar -xzf "$archive" -C "$root"

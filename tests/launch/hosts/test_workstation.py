@@ -234,6 +234,14 @@ def test_tensorboard_without_a_run_is_refused_with_the_fix(cloud, workspace, cap
     )
 
 
+def test_a_secret_that_an_earlier_start_left_is_not_used(cloud, workspace):
+    (left := cloud / "worker_0/.renga/HF_TOKEN").parent.mkdir(parents=True)
+    left.write_text(SECRET)
+    assert start(workspace) == 0
+    wait_for(cloud / "worker_0/.renga/run.log", "token 0")
+    assert not left.exists()
+
+
 def test_a_host_refuses_a_run_directory_that_the_next_start_would_delete(cloud, workspace, capfd):
     home = cloud / "worker_0" / "renga"  # the same on a real TPU: a host's own path of the shipped workspace
     assert start(workspace, directory=str(home / "first")) == 1
