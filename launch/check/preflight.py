@@ -93,6 +93,8 @@ def check(
         if (place := experiment.checkpointing.checkpoint_mirror) and not smoked and hosts not in _AWAY:
             _attempt("copies", _passed(place, _check_copies, run_dir, place, experiment), findings)
     if hosts in _AWAY:
+        left = workstation.not_shipped(config.files, workspace=environment.WORKSPACE) if config else []
+        findings += [Finding("files", False, one) for one in left]
         _attempt(
             "files", lambda: ((shipment := workstation.require_small(environment.WORKSPACE)), str(shipment)), findings
         )

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib.util  # noqa: F401  gin forgets this import, and then fails in an obscure way on a missing file
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class LoadedConfig(Settings):
 
     experiment: str  # the name of the experiment file
     notes: tuple[str, ...]  # sentences for the user: bindings that are left out because of a later source
+    files: tuple[Path, ...]  # the local gin files that were read, and those of the user's modules that they import
     _root: Constructor
 
     @functools.cached_property
@@ -197,7 +199,15 @@ def load(
         said = " ".join(f"{name}={environment.read(name)}" for name in (_MESH, "TPU_AXIS_NAMES"))
         notes.insert(0, f"{said} bind {'; '.join(mesh)}, after the file and before --gin")
     made = _canonical(kept, lambda named: named.target.module, names.own_modules)
-    return LoadedConfig(made.imports, made.bindings, reader.experiment, tuple(notes), config.root)
+    files = _files(reader.sources, names.own_modules)
+    return LoadedConfig(made.imports, made.bindings, reader.experiment, tuple(notes), files, config.root)
+
+
+def _files(read: Iterable[str], modules: Iterable[str]) -> tuple[Path, ...]:
+    places = [(sources.WORKSPACE / name, Path.cwd() / name) for name in read]
+    found = [next((place for place in each if place.is_file()), None) for each in places]
+    own = [getattr(sys.modules.get(module), "__file__", None) for module in sorted(modules)]
+    return tuple(Path(file).resolve() for file in (*found, *own) if file)
 
 
 def declared_macros(defaults: str = DEFAULTS) -> frozenset[str]:

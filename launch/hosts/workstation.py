@@ -8,6 +8,7 @@ Each step finishes on all hosts before the next begins.
 import glob
 import os
 import subprocess
+import sysconfig
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -251,6 +252,15 @@ def shipped_path(path: str, *, workspace: Path) -> str:
     if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):
         raise UserError(f"{path} would not be copied to the hosts: put it into {workspace}, not ignored by git")
     return str(absolute.relative_to(workspace))
+
+
+def not_shipped(files: Sequence[Path], *, workspace: Path) -> list[str]:
+    """Returns a message for each file that would not be shipped, without those of installed packages."""
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+    own = [file for file in files if not any(file.is_relative_to(folder) for folder in installed)]
+    shipped = {workspace / name for name in (workspace_files(workspace) if own else ())}
+    fix = f"put it into {workspace}, not ignored by git"
+    return [f"{file} would not be copied to the hosts: {fix}" for file in own if file not in shipped]
 
 
 def left_behind(patterns: Sequence[str], *, workspace: Path) -> list[str]:

@@ -161,6 +161,20 @@ def test_files_that_git_ignores_are_not_shipped(tmp_path):
     assert "gs://BUCKET/" in problem
 
 
+def test_included_files_and_modules_that_the_hosts_would_not_have_are_found(tmp_path, monkeypatch):
+    (tmp_path / "more.gin").write_text("TOTAL_STEPS = 50\n")
+    (tmp_path / "mine_alone.py").write_text("def value():\n    return 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = [f"include '{tmp_path}/more.gin'", "import mine_alone", "WARMUP_STEPS = @mine_alone.value()"]
+    for hosts, wanted in (("dry run", ["mine_alone.py", "more.gin"]), ("here", [])):
+        options = {"slice_name": "v4-8", "run_dir": str(tmp_path / "run"), "hosts": hosts}
+        found = preflight.check("gin/quickstart.gin", bindings=own, **options).findings
+        said = [finding.detail for finding in found if finding.name == "files" and not finding.ok]
+        assert sorted(line.partition(" would not be copied to the hosts: put it into ")[0] for line in said) == [
+            f"{tmp_path}/{name}" for name in wanted
+        ]
+
+
 @pytest.mark.covers("D01")
 def test_batch_sizes_that_are_advised_suit_streams_and_chips(tmp_path):
     def layout(*bindings):
