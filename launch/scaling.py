@@ -39,4 +39,9 @@ def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str
         )
     streams = math.gcd(experiment.task.num_streams, int(rows))
     statements = Changes(config, experiment.model).of_experiment("batch_size", str(rows))
-    return [*statements, f"NUM_STREAMS = {streams}"]
+    found = [*statements, f"NUM_STREAMS = {streams}"]
+    if loader.load(file, bindings=[*given, *found], slice_name=slice_name).build().batch_size != rows:
+        raise UserError(
+            "--scale-from: the phase that PHASE names sets its batch size; scale it by hand, in a copy of the file"
+        )
+    return found

@@ -233,7 +233,8 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     slices = math.prod(across.values())
     if slices != slice.num_slices:
         fix = (
-            "Leave dcn_shape empty: ICI connects all chips of one slice, so all of them belong in mesh_shape"
+            "Use a strategy without slices, such as fsdp. In a strategy of your own, leave dcn_shape empty: ICI "
+            "connects all chips of one slice, so all of them belong in mesh_shape"
             if slice.num_slices == 1
             else f"Use strategies.multislice with slices = {slice.num_slices}, give dcn_shape degrees whose product is "
             f"{slice.num_slices}, or run on {units.counted(slices, 'slice')}"

@@ -141,7 +141,8 @@ def _answer(
     watched: dict[str, Any] = {} if live is None else {"on_tokens": live.add}
     done, count, began = answers.done if answers else 0, 0, time.monotonic()
     for found in model.batches(ids, rows=args.batch_size, skip=done, **watched, **options):
-        lines = [_line(model, prompt, one) for prompt, one in zip(prompts[done:], found, strict=False)]
+        of_found = zip(prompts[done:], ids[done:], found, strict=False)
+        lines = [_line(model, prompt, before, one) for prompt, before, one in of_found]
         if answers:
             answers.add(lines)
         elif args.json:
@@ -200,8 +201,11 @@ def _prompt(line: str, where: str, *, is_chat: bool) -> str | list[int]:
     raise UserError(f"{where}: {line.strip()[:80]}: {_EXPECTED}")
 
 
-def _line(model: loaded_model.LoadedModel, prompt: str | list[int], found: loaded_model.Text) -> str:
-    tokens = [model.decoded([i]) for i in found.ids]
+def _line(
+    model: loaded_model.LoadedModel, prompt: str | list[int], before: Sequence[int], found: loaded_model.Text
+) -> str:
+    whole = [*before, *found.ids]
+    tokens = [model.decoded([whole[at]], after=whole[:at]) for at in range(len(before), len(whole))]
     return json.dumps({"prompt": prompt, "text": found.text, "tokens": tokens, **found._asdict()})
 
 

@@ -30,7 +30,7 @@ from parallel.planning import calibration, cost
 from parallel.planning.cost import StepTime
 
 COMMAND = ("layouts", "report")
-HELP = "print the layout of every array and its bytes per chip; --compile adds the results of the real TPU compiler"
+HELP = "print the layout of every parameter and its bytes per chip; --compile adds the results of the real TPU compiler"
 EXAMPLE = """launch/run report v4-32 gin/valkyrie_7b.gin --compile --json report.json
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies
   launch/run report v4-32 gin/valkyrie_7b.gin --strategies gin/strategies/fsdp.gin mine.gin"""

@@ -123,7 +123,7 @@ def write(file: Path, rows: Sequence[StrategyRow], what: Mapping[str, Any]) -> N
     """Writes the report as JSON."""
     compared = [_compared(row) for row in rows if not row.refused]
     refused = [{"strategy": row.name, "slice": row.slice, "reason": row.refused} for row in rows if row.refused]
-    agrees = not any(row.beyond for row in rows)
+    agrees = bool(compared) and not any(row.beyond for row in rows)
     text = json.dumps({**what, "agrees": agrees, "compared": compared, "refused": refused}, indent=1, allow_nan=False)
     file.write_text(text + "\n")
 

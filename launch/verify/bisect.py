@@ -20,7 +20,7 @@ from core import slices, units
 from core.checkpoints import steps as saved_steps
 from core.errors import UserError
 from core.files import paths
-from core.types import ChoosesDtype, can
+from core.types import ChoosesDtype, Shrinks, can
 from launch import environment, flags, terminal
 from launch.check import preflight
 from launch.config import loader
@@ -98,6 +98,15 @@ def run(args: argparse.Namespace) -> int:
     experiments = {side: variant.experiment(args.slice) for side, variant in variants.items()}
     if args.record:
         return _record(args, variants, experiments)
+    for side, experiment in experiments.items():
+        if not args.full and not can(experiment.model, Shrinks):
+            raise UserError(
+                f"{side}: {type(experiment.model).__name__} has no shrink, so there is no small model: add --full"
+            )
+        if experiment.initialization.init_from and variants[side].checkpoint is None:
+            print(
+                f"note: {side} starts from its seed, not from INIT_FROM; checkpoint=RUN starts from a run", flush=True
+            )
     played = {side: slices.get(experiments[side].slice).shared_by(variants[side].hosts) for side in "AB"}
     with tempfile.TemporaryDirectory(prefix="renga-bisect-") as folder:
         for side in "AB" if args.full else "":  # memory holds every step of a variant
@@ -146,6 +155,9 @@ def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments:
     experiment = experiments[args.record]
     if not args.full:
         experiment = smoke.shrink(experiment, beside=[experiments["B" if args.record == "A" else "A"]])
+    experiment = dataclasses.replace(
+        experiment, initialization=dataclasses.replace(experiment.initialization, init_from="")
+    )
     if not args.own_dtype:
         experiment = dataclasses.replace(experiment, model=computing_in(experiment.model, "float32"))
     host = cluster.join(slices.get(experiment.slice), limits=cluster.limits(experiment.health))

@@ -57,6 +57,9 @@ OPTIONS: Mapping[str, Options] = {
 }
 
 
+_OF_TPUS = ("xla_tpu_", "xla_jf_", "xla_sc_")  # beginnings of the names of options that only TPUs have
+
+
 def initialization_on_cpus() -> dict[str, Value]:
     """Returns XLA's optimization level 1, as compiler options; none if XLA_FLAGS sets a level.
 
@@ -72,11 +75,14 @@ def options(
 
     Args:
       generation: a key of `OPTIONS`, such as `v4`, `h100` or `cpu`.
-      overrides: options to add or replace; None removes one.
+      overrides: options to add or replace; None removes one. Options for TPUs alone are left out for other devices.
       mesh_shape: degree by mesh axis; if `expert` is not 1, TPUs use asynchronous all-to-alls.
     """
     exchanges = generation in slices.CHIPS and (mesh_shape or {}).get("expert", 1) != 1
-    merged = {**OPTIONS[generation], **(_ASYNC_EXCHANGE if exchanges else {}), **(overrides or {})}
+    given = overrides or {}
+    if generation not in slices.CHIPS:
+        given = {name: value for name, value in given.items() if not name.startswith(_OF_TPUS)}
+    merged = {**OPTIONS[generation], **(_ASYNC_EXCHANGE if exchanges else {}), **given}
     return {name: value for name, value in merged.items() if value is not None}
 
 

@@ -16,7 +16,7 @@ from tasks.streams import Stream, read_position
 from tasks.text import documents, packing
 from tasks.text.document_streams import Chunks, DocumentSource
 from tasks.text.documents import Corpus, FillsCache, HashesContent, HoldsOut, PacksItsOwnWay, StreamSpec, TriesExamples
-from tasks.text.ids import Vocabulary
+from tasks.text.ids import IsDefinedByTask, Vocabulary
 from tasks.text.text_files import TextFiles
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
@@ -37,7 +37,9 @@ class Mixture(Corpus):
         return tuple(name for source in self.sources for name in source.named_files())
 
     def open_stream(self, spec: StreamSpec) -> Stream:
-        return MixtureStream([source.open_stream(spec) for source in self.sources], self.weights, spec)
+        vocabularies = self.vocabularies or (spec.vocabulary,) * len(self.sources)
+        pairs = zip(self.sources, vocabularies, strict=True)
+        return MixtureStream([source.open_stream(_of(own, spec)) for source, own in pairs], self.weights, spec)
 
     @property
     def packing(self) -> int:
@@ -87,6 +89,12 @@ class Mixture(Corpus):
         found = [source.content_hash() for source in self.sources if can(source, HashesContent)]
         kinds = "+".join(one.partition(":")[0] for one in found)
         return f"{kinds}:{hashlib.sha256(repr(found).encode()).hexdigest()}"
+
+
+def _of(own: Vocabulary | None, spec: StreamSpec) -> StreamSpec:
+    """Returns the spec of a source's stream: a seqio task begins rows with its own id, and others with theirs."""
+    is_defined = any(can(vocabulary, IsDefinedByTask) for vocabulary in (own, spec.vocabulary))
+    return spec._replace(vocabulary=own) if is_defined else spec
 
 
 class MixtureStream(Stream):

@@ -83,9 +83,15 @@ class SeqioCache(DocumentSource):
             raise UserError(f"{file} is damaged: {error}; remove {self.path}, and start again") from error
         self._require_same(found["asked"], f"{self.path} was written")
         if self._is_changed(found["asked"]) and (changed := self._changed(found)):
+            written = found["asked"].get("module")
+            was = (
+                "before the module {} was changed"
+                if written == self.asked.module
+                else f"with the module {written}, not {{}}"
+            )
             raise UserError(
-                f"{self.path} was written before the module {self.asked.module} was changed, and {changed}: remove it, "
-                "or give another text.seqio.cache, so that the changed tasks are cached; or restore the module"
+                f"{self.path} was written {was.format(self.asked.module)}, and {changed}: remove it, or give another "
+                "text.seqio.cache, so that the changed tasks are cached; or restore the module"
             )
         return found
 
@@ -235,8 +241,7 @@ class SeqioCache(DocumentSource):
             raise UserError(f"{what} with {setting} = {saved.get(key)}, now {value}: give another text.seqio.cache")
 
     def _is_changed(self, saved: Mapping[str, Any]) -> bool:
-        is_same_module = saved.get("module") == self.asked.module
-        return is_same_module and _module_hash(self.asked.module) not in (None, saved.get("module_hash"))
+        return _module_hash(self.asked.module) not in (None, saved.get("module_hash"))
 
     def _changed(self, saved: Mapping[str, Any]) -> str:
         """Says how the task differs from that of the cache, or what is wrong with its first examples; "": neither."""

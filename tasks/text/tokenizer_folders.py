@@ -172,8 +172,8 @@ class FolderTokenizer(ChatVocabulary):
         """
         kind = self._setting("tokenizer_class", expected="text", fits=lambda value: isinstance(value, str)) or ""
         is_added = self._setting("add_bos_token", expected="a boolean", fits=lambda value: isinstance(value, bool))
-        if kind.startswith("LlamaTokenizer") and is_added and self._id("bos") is not None:
-            return True
+        if kind.startswith("LlamaTokenizer") and is_added is not None:
+            return is_added and self._id("bos") is not None
         return self._tokenizer.encode("a").ids[:1] == [self.bos_id]
 
     @functools.cached_property

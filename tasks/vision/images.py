@@ -37,6 +37,8 @@ def opened(content: bytes) -> Any:
                 image = Image.alpha_composite(white, image)
             if image.mode.startswith("I;16"):  # a plain conversion would clip 16 bits at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode in ("I", "F"):  # a conversion would clip them at 255, without a word
+                raise UnreadableImage("its gray values have 32 bits; expected 8 or 16")
             return image.convert("RGB")
     except Image.UnidentifiedImageError as error:  # it names the object that was read
         raise UnreadableImage("Pillow knows no such format") from error

@@ -252,6 +252,7 @@ def test_a_file_of_prompts_is_answered_in_batches_and_continued_where_it_was_int
     assert [json.loads(line)["prompt"] for line in whole.splitlines()] == prompts
     first = json.loads(whole.splitlines()[0])
     assert len(first["ids"]) == len(first["tokens"]) == len(first["log_probabilities"]) == 4
+    assert "".join(first["tokens"]) == first["text"]
     partial.write_text("".join(whole.splitlines(keepends=True)[:2]) + whole.splitlines()[2][:9])
     capsys.readouterr()
     assert run_command(*words) == 0

@@ -82,6 +82,11 @@ def test_overrides_add_replace_and_remove():
     assert changed == {**compiler_options.OPTIONS["v4"], "xla_tpu_scoped_vmem_limit_kib": 20480}
 
 
+def test_options_of_tpus_stay_away_from_other_compilers():
+    given = {"xla_tpu_scoped_vmem_limit_kib": 20480, "xla_sc_x": 1, "xla_jf_x": 1, "xla_gpu_x": 1}
+    assert compiler_options.options("h100", given) == {**compiler_options.OPTIONS["h100"], "xla_gpu_x": 1}
+
+
 SMALL = (
     "transformer.Transformer.num_layers = 1",
     "transformer.Transformer.embed_dim = 128",

@@ -31,6 +31,7 @@ from tasks.text import (
     seqio_tasks,
     token_cache,
     token_writer,
+    vocabularies,
 )
 from tasks.text.documents import StreamSpec
 from tasks.text.filters import Filters
@@ -433,6 +434,13 @@ def test_a_changed_module_is_read_again_and_compared(files, tmp_path, monkeypatc
     assert problems == []
     assert "module was changed since" in described
     task = seqio.TaskRegistry.get("prefix")
+    with monkeypatch.context() as patch:  # the same task of another module
+        found = written.corpus.saved
+        other = {**found, "asked": found["asked"] | {"module": "another_module"}, "tasks": {"prefix": {}}}
+        (tmp_path / "cache" / seqio_cache.FILE).write_text(json.dumps(other))
+        (problem,), _ = again()
+        assert f"was written with the module another_module, not {MODULE}, and it has no record" in problem
+        (tmp_path / "cache" / seqio_cache.FILE).write_text(json.dumps(found))
     with monkeypatch.context() as patch:
         upper, *others = task.preprocessors
 
@@ -591,6 +599,12 @@ def test_a_module_that_cannot_be_imported_is_named(files):
             assert all(words in problem for words in (f"importing {module} fails", said))
 
 
+class Begun(vocabularies.Bytes):
+    """Bytes, with another begin-of-text id."""
+
+    bos_id = 7
+
+
 def test_a_task_is_mixed_with_other_sources(files, tmp_path):
     options = {"length": 48, "num_streams": 2}
     own = make("long", tmp_path / "cache")
@@ -600,6 +614,9 @@ def test_a_task_is_mixed_with_other_sources(files, tmp_path):
     assert mixed.problems() == []
     batch = next(mixed.train(DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3)), seed=0))
     assert batch["segment_ids"].max(1).min() >= 1
+    begun = text.mixture(tasks=[text.python_source(**options, vocabulary=Begun()), own], weights=[1, 1])
+    rows = next(begun.train(DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3)), seed=0))["inputs"]
+    assert set(rows[:, 0].tolist()) == {0, 7}  # each source begins rows with the id of its own vocabulary
     pieces = text.mixture(tasks=[library, make("lines", tmp_path / "other")], weights=[1, 1])
     (problem,) = pieces.problems()
     assert "different vocabularies" in problem

@@ -64,6 +64,15 @@ def test_a_setting_of_llama_s_tokenizers_says_whether_a_text_begins_with_its_id(
     assert vocabularies.tokenizer(str(tmp_path / "copy")).begins_with_bos == begins
 
 
+def test_llama_s_setting_counts_more_than_the_template(tmp_path):
+    shutil.copytree(HERE / "unigram", tmp_path / "copy")
+    file = tmp_path / "copy" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    for kind, begins in (("LlamaTokenizerFast", False), ("PreTrainedTokenizerFast", True)):
+        file.write_text(json.dumps(settings | {"tokenizer_class": kind, "add_bos_token": False}))
+        assert vocabularies.tokenizer(str(tmp_path / "copy")).begins_with_bos == begins
+
+
 @pytest.mark.parametrize("name", ["bpe", "unigram", "strips a space", "bytes"])
 def test_a_continuation_is_decoded_as_part_of_its_text(tmp_path, name):
     """Decoders such as those of Llama 2 strip a space at the beginning of what they decode."""

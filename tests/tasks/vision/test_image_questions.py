@@ -134,6 +134,13 @@ def test_images_are_moved_and_mirrored_in_training_alone(folder):
     assert [p for p in places if (padded[p[0]][p[1] : p[1] + SIZE, p[2] : p[2] + SIZE] == moved).all()]
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_gray_values_of_32_bits_are_refused(tmp_path, dtype):
+    Image.fromarray(np.full((8, 8), 300, dtype)).save(tmp_path / "a.tiff")
+    with pytest.raises(images.UnreadableImage, match="its gray values have 32 bits; expected 8 or 16"):
+        images.decode((tmp_path / "a.tiff").read_bytes(), size=8)
+
+
 @pytest.mark.parametrize("mode", ["L", "RGBA", "I;16"])
 def test_gray_and_transparent_images_become_colors(tmp_path, mode):
     file = tmp_path / "a.png"
