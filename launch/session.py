@@ -299,6 +299,8 @@ class Session:
             used.insert(0, hooks.Meet(together, timeout_seconds=run.meeting_seconds))
         evaluating = [self._evaluate] if self._evaluate else []
         if settings.checkpointing.keep_best:  # a checkpoint contains its scores
+            if self._evaluate:
+                self._evaluate.unless = preemption.needs_state
             used += [*evaluating, *saving, preemption]
         else:  # a long evaluation must not delay a save
             used += [*saving, preemption, *evaluating]

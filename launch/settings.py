@@ -200,7 +200,8 @@ class Checkpointing(_Group):
       keep_params_checkpoints: number of latest checkpoints of the parameters alone to keep.
       checkpoint_mirror: where complete checkpoints of a local run directory are copied, such as gs://BUCKET/first; "":
         nowhere. Only for a run of one process.
-      save_limit_seconds: a save that takes longer fails; None: 300 s plus 20 s for each GiB on a host.
+      save_limit_seconds: a save, or a restore at a start, that takes longer fails; None: 300 s plus 20 s for each GiB
+        on a host.
     """
 
     checkpoint_interval: int = 1000

@@ -311,6 +311,11 @@ def _checked(transformation: optax.GradientTransformation) -> optax.GradientTran
                 "given. Use a transformation without line search or second-order estimates"
             ) from error
         _check_state(before, after)
+        if any(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(after)):
+            raise UserError(
+                "the optax transformation keeps a typed random key (jax.random.key), which checkpoints do not hold; "
+                "give it an untyped one, as its argument key = jax.random.PRNGKey(0)"
+            )
         return rule.init(params)
 
     def update(grads: Params, state: Any, params: Params, *, value: Any = None, **unused: Any) -> tuple[Params, Any]:

@@ -150,6 +150,7 @@ class Evaluate(Hook):
     Attributes:
       latest: means of the last evaluation, by `validation/<name>`.
       scored, step: how much it scored, and its step; None before the first.
+      unless: returns whether no evaluation may delay what follows a step; the next start makes it up.
     """
 
     def __init__(
@@ -176,9 +177,10 @@ class Evaluate(Hook):
         self.latest: dict[str, float] = {}
         self.scored: Scored | None = None
         self.step: int | None = None
+        self.unless: Callable[[int], bool] = lambda step: False
 
     def needs_state(self, step: int) -> bool:
-        return step % self._every == 0 or step == self._last_step
+        return (step % self._every == 0 or step == self._last_step) and not self.unless(step)
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         with activity.enter(activity.EVALUATING):

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 import urllib.parse
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from core.files.bookkeeping import Appender
 JSONL_NAME = "metrics.jsonl"
 OWN_FOLDER = "metrics"
 TENSORBOARD_NAME = "tensorboard"
+STARTED = "started"  # tag of the text that a start writes into the JSON lines of a run that had begun; its step is done
 EVALUATED_ON = "validation/of"  # tag of the text that describes the rows of the validation metrics
 
 # The page Custom Scalars of TensorBoard: charts by category, each with regular expressions of the tags that it shows.
@@ -123,12 +125,14 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
     if not is_host_zero:
         return Writers()
     directory = paths.resolve(run_dir)
-    writers: list[Writer] = [
-        TensorBoard(directory / TENSORBOARD_NAME, first_step=first_step),
-        JsonLines(directory / JSONL_NAME),
-    ]
+    is_begun = (directory / JSONL_NAME).exists()
+    lines = JsonLines(directory / JSONL_NAME)
+    if is_begun:
+        lines.text(STARTED, "records above this line of later steps are of steps that were lost", step=first_step)
+    writers: list[Writer] = [TensorBoard(directory / TENSORBOARD_NAME, first_step=first_step), lines]
     if wandb_project:
-        writers.append(WeightsAndBiases(wandb_project, run_dir=os.fspath(directory)))
+        run_id = _wandb_id(directory, run_dir=os.fspath(directory), is_begun=is_begun)
+        writers.append(WeightsAndBiases(wandb_project, run_dir=os.fspath(directory), run_id=run_id))
     return Writers(writers)
 
 
@@ -207,7 +211,7 @@ class JsonLines:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Records named numbers of one step."""
-        numbers = {name: _finite(float(value)) for name, value in values.items()}
+        numbers = {name: finite(float(value)) for name, value in values.items()}
         self._write({"step": step, "time_seconds": round(time.time(), 3), **numbers})
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
@@ -230,8 +234,21 @@ class JsonLines:
             self._mirror.close()
 
 
+_WANDB_ID = "wandb_id"
 _WANDB_SERVER = "https://api.wandb.ai"
 _WANDB_SETTINGS = ("~/.config/wandb/settings", "wandb/settings")
+
+
+def _wandb_id(directory: paths.Path, *, run_dir: str, is_begun: bool) -> str:
+    """Returns the id of a run in Weights & Biases, which is kept in its directory.
+
+    Earlier versions derived it from the path, so that runs on machines with equal paths became one.
+    """
+    file = directory / _WANDB_ID
+    if not file.exists():
+        new = hashlib.sha256(run_dir.encode()).hexdigest() if is_begun else uuid.uuid4().hex
+        paths.write_text_atomically(file, new[:16])
+    return file.read_text()
 
 
 def require_wandb(project: str, *, run_dir: str) -> None:
@@ -274,8 +291,8 @@ class WeightsAndBiases:
     For a run directory in a bucket, its files are in a temporary folder, which `close` removes.
     """
 
-    def __init__(self, project: str, *, run_dir: str):
-        """Starts or resumes the run of this run directory.
+    def __init__(self, project: str, *, run_dir: str, run_id: str):
+        """Starts or resumes the run of this run directory; `run_id` names it in the project.
 
         Raises UserError if that fails; UnreachableError if another start can help.
         """
@@ -288,7 +305,7 @@ class WeightsAndBiases:
             self._run = wandb.init(
                 project=project,
                 name=name,
-                id=hashlib.sha256(run_dir.encode()).hexdigest()[:16],
+                id=run_id,
                 resume="allow",
                 dir=self._local.name if self._local else run_dir,
             )
@@ -328,8 +345,13 @@ class WeightsAndBiases:
 _NOT_FINITE = ("nan", "inf", "-inf")  # as text, because JSON has no such numbers
 
 
-def _finite(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def finite(value: Any) -> Any:
+    """Returns a JSON value with NaN and infinity as text."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Mirror:
@@ -429,7 +451,7 @@ class RunMetrics:
 def read(run_dir: str) -> RunMetrics:
     """Reads the metrics of a run; empty if it recorded none.
 
-    The last value for a step wins; malformed lines are skipped.
+    The last value for a step wins; malformed lines, and steps that a later start did not continue from, are skipped.
     """
     file = paths.resolve(run_dir) / JSONL_NAME
     if not file.exists():
@@ -439,7 +461,9 @@ def read(run_dir: str) -> RunMetrics:
     for line in file.read_bytes().splitlines():
         row = _parsed(line)
         step = row.get("step")
-        if "tag" in row:
+        if row.get("tag") == STARTED and isinstance(step, int):
+            by_step = {done: values for done, values in by_step.items() if done <= step}
+        elif "tag" in row:
             texts[str(row["tag"])] = str(row.get("text", ""))
         elif isinstance(step, int):
             numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}

@@ -9,10 +9,12 @@ A thread of each host polls the posted texts, so no host waits inside a step.
 
 import collections
 import contextlib
+import itertools
 import json
 import math
 import pathlib
 import socket
+import statistics
 import tempfile
 import threading
 import time
@@ -141,8 +143,9 @@ class Requests:
         text = self._request.read_bytes()
         self._request.unlink()
         request = foreign_json.load_object(text, {"id": str})
-        (old, then), (step, now) = self._steps[0], self._steps[-1]
-        step_seconds = max((now - then) / (step - old), 1e-3)
+        step, _ = self._steps[-1]
+        between = [(now - then) / (new - old) for (old, then), (new, now) in itertools.pairwise(self._steps)]
+        step_seconds = max(statistics.median(between), 1e-3)  # a compilation, an evaluation or a save is one of them
         found = window_of(
             request.get("steps"), request.get("seconds"), step=step, step_seconds=step_seconds, end=self._last_step
         )

@@ -15,7 +15,7 @@ from core.errors import UserError
 from core.files import paths
 from core.hosts import activity, distributed
 from core.step import TrainState
-from core.training import frozen, trainer
+from core.training import frozen, metrics, trainer
 from core.training.evaluation import EvaluationPass, FirstBatches, by_position, curves_apart
 from core.types import (
     AnswerJudge,
@@ -194,7 +194,8 @@ class Scores:
             self._write(CUMULATIVE, {**self.about, "cumulative": self.ensembles})
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
-        paths.write_text_atomically(self._folder / name, json.dumps(value, indent=1) + "\n")
+        text = json.dumps(metrics.finite(value), indent=1, allow_nan=False)
+        paths.write_text_atomically(self._folder / name, text + "\n")
 
     def submission(self) -> str:
         """Returns the judge's attempts as JSON text, from the votes of all checkpoints; on host 0 only."""

@@ -231,6 +231,29 @@ def test_weights_and_biases_gets_what_tensorboard_gets_from_host_zero(tmp_path, 
     metrics.open_writers(str(run_dir), is_host_zero=True, wandb_project="renga").close()
     again = [said for what, said in lines(run_dir / "calls.jsonl") if what == "init"]
     assert again[1] == begin  # the same run there
+    (run_dir / "wandb_id").unlink()
+    (run_dir / "metrics.jsonl").unlink()  # another run in a directory of this name
+    metrics.open_writers(str(run_dir), is_host_zero=True, wandb_project="renga").close()
+    last = [said for what, said in lines(run_dir / "calls.jsonl") if what == "init"][-1]
+    assert last["id"] != begin["id"]
+
+
+def test_numbers_that_json_does_not_have_are_text():
+    value = {"loss": math.nan, "by_position": [{"loss": -math.inf, "scored": 3}], "name": "x", "none": None}
+    found = metrics.finite(value)
+    assert found == {"loss": "nan", "by_position": [{"loss": "-inf", "scored": 3}], "name": "x", "none": None}
+    json.dumps(found, allow_nan=False)
+
+
+def test_steps_that_a_later_start_did_not_continue_from_are_not_read(tmp_path):
+    for first_step, steps in ((0, (2, 4, 6)), (4, (5,))):
+        writers = metrics.open_writers(str(tmp_path), is_host_zero=True, first_step=first_step)
+        for step in steps:
+            writers.scalars(step, {"loss": float(step), "validation/loss": 1.0})
+        writers.close()
+    found = metrics.read(str(tmp_path))
+    assert (found.step, found.last("loss"), found.curve("loss")) == (5, 5.0, [(2, 2.0), (4, 4.0), (5, 5.0)])
+    assert not found.has_evaluation(6)
 
 
 def test_a_run_in_a_bucket_cannot_be_logged_offline(monkeypatch):
@@ -251,7 +274,7 @@ def test_a_failed_start_of_weights_and_biases_says_whether_another_start_can_hel
     with pytest.raises(
         UserError, match=rf"'renga': wandb.init failed \({kind}: no such key\).* WANDB_API_KEY"
     ) as raised:
-        metrics.WeightsAndBiases("renga", run_dir=str(tmp_path))
+        metrics.WeightsAndBiases("renga", run_dir=str(tmp_path), run_id="a")
     assert type(raised.value) is error
 
 
@@ -307,7 +330,7 @@ def test_weights_and_biases_is_never_required():
     assert refused.value.args[0].setting == "settings.Logging.wandb_project = 'renga'"
     assert refused.value.args[0].fix == extras.install("wandb")
     with pytest.raises(ValueError, match="needs the package wandb"):
-        metrics.WeightsAndBiases("renga", run_dir="runs/x")
+        metrics.WeightsAndBiases("renga", run_dir="runs/x", run_id="a")
 
 
 @pytest.mark.covers("O07")

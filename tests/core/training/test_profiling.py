@@ -224,6 +224,18 @@ def test_a_request_after_a_rollback_is_taken(tmp_path, quick):
     loop.requests.close()
 
 
+def test_a_pause_between_steps_does_not_shorten_a_profile(tmp_path, quick):
+    """Steps take 20 ms; a pause, such as a compilation or an evaluation, is not the length of a step."""
+    loop = Loop(tmp_path)
+    loop.turn()
+    time.sleep(2.0)
+    assert not any(loop.turn() for _ in range(5))
+    request(tmp_path, "after a pause", seconds=0.5)
+    found = loop.until(lambda asked: asked)
+    assert found.last_step - found.first_step + 1 > 10
+    loop.requests.close()
+
+
 @pytest.mark.covers("O01")
 def test_a_request_is_taken_traced_once_and_answered(tmp_path, quick):
     loop = Loop(tmp_path)
