@@ -313,8 +313,9 @@ def _checked(transformation: optax.GradientTransformation) -> optax.GradientTran
         _check_state(before, after)
         if any(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(after)):
             raise UserError(
-                "the optax transformation keeps a typed random key (jax.random.key), which checkpoints do not hold; "
-                "give it an untyped one, as its argument key = jax.random.PRNGKey(0)"
+                "the optax transformation keeps a random key (jax.random.key) in its state, which checkpoints do not "
+                "hold, as optax.add_noise and noisy_sgd do: use one without random numbers, or one of your own that "
+                "makes its key from a count of steps"
             )
         return rule.init(params)
 
