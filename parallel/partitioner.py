@@ -86,9 +86,7 @@ class Partitioner:
     @property
     def row_pieces(self) -> int:
         """The number of pieces of a row that chips compute apart: shards of positions, two on each chip in a ring."""
-        rules = self.strategy.activation_rules
-        in_ring = logical.shards(logical.row(rules, "kv_length"), self.shape) > 1
-        return logical.shards(logical.row(rules, "length"), self.shape) * (2 if in_ring else 1)
+        return strategy.row_pieces(self.strategy, self.shape)
 
     def batch_shardings(self, spec: BatchSpec) -> Mapping[str, NamedSharding]:
         """Returns the sharding of every array of a batch, or raises UserError if a dimension does not divide."""

@@ -247,6 +247,12 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
     return {axis: degree * across[axis] for axis, degree in within.items()}
 
 
+def row_pieces(strategy: Strategy, shape: Mapping[str, int]) -> int:
+    """Returns the number of pieces of a row that chips compute apart: one for each chip of a row, in a ring two."""
+    length, keys = (logical.shards(logical.row(strategy.activation_rules, n), shape) for n in ("length", "kv_length"))
+    return length * (2 if keys > 1 else 1)
+
+
 def schedule_of(strategy: Strategy, shape: Mapping[str, int]) -> Schedule | None:
     """Returns the schedule of a pipeline, or None if the mesh has a single stage; `shape` is from `resolve`."""
     return strategy.pipeline if shape["stage"] > 1 else None

@@ -22,6 +22,7 @@ from core.files.bookkeeping import Bookkeeping
 
 _CONFIGURATION = "config.gin"  # from which other commands read how the model was trained
 _FOLDERS = (published_files.FOLDER, "vocabulary")  # of files that a run writes before its first step
+_FILES = ("wandb_id",)  # of the run's identity in Weights & Biases (`core.training.metrics`)
 _IDENTITY = "run_id"  # a file in both places, so that two runs do not share one
 _CHUNK_BYTES = 2**24
 _POLL_SECONDS = 2.0
@@ -75,6 +76,9 @@ def _copy_prepared(run: paths.Path, there: paths.Path) -> None:
     for folder in _FOLDERS:
         sizes = paths.sizes(run / folder)
         _copy_files(run / folder, there / folder, sorted(sizes), sizes)
+    for name in _FILES:
+        if (run / name).exists():
+            paths.copy_between(run / name, there / name)
 
 
 def _same(source: paths.Path, target: paths.Path, size: int) -> bool:

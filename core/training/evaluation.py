@@ -150,7 +150,7 @@ class Evaluate(Hook):
     Attributes:
       latest: means of the last evaluation, by `validation/<name>`.
       scored, step: how much it scored, and its step; None before the first.
-      unless: returns whether no evaluation may delay what follows a step; the next start makes it up.
+      unless: returns whether to skip the evaluation at a step; the next start makes it up.
     """
 
     def __init__(

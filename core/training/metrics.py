@@ -234,7 +234,7 @@ class JsonLines:
             self._mirror.close()
 
 
-_WANDB_ID = "wandb_id"
+WANDB_ID = "wandb_id"  # a file in the run directory: the id, and the path for which it was made
 _WANDB_SERVER = "https://api.wandb.ai"
 _WANDB_SETTINGS = ("~/.config/wandb/settings", "wandb/settings")
 
@@ -242,13 +242,17 @@ _WANDB_SETTINGS = ("~/.config/wandb/settings", "wandb/settings")
 def _wandb_id(directory: paths.Path, *, run_dir: str, is_begun: bool) -> str:
     """Returns the id of a run in Weights & Biases, which is kept in its directory.
 
-    Earlier versions derived it from the path, so that runs on machines with equal paths became one.
+    A copy of the directory at another path is another run. Earlier versions derived the id from the path alone, so that
+    runs on machines with equal paths became one.
     """
-    file = directory / _WANDB_ID
-    if not file.exists():
-        new = hashlib.sha256(run_dir.encode()).hexdigest() if is_begun else uuid.uuid4().hex
-        paths.write_text_atomically(file, new[:16])
-    return file.read_text()
+    file = directory / WANDB_ID
+    run_id, _, path = (file.read_text() if file.exists() else "").partition("\n")
+    if path == run_dir:
+        return run_id
+    is_of_earlier_version = is_begun and not run_id
+    run_id = (hashlib.sha256(run_dir.encode()).hexdigest() if is_of_earlier_version else uuid.uuid4().hex)[:16]
+    paths.write_text_atomically(file, f"{run_id}\n{run_dir}")
+    return run_id
 
 
 def require_wandb(project: str, *, run_dir: str) -> None:

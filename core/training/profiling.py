@@ -135,16 +135,17 @@ class Requests:
             self._answer_when_written(posted)
 
     def _look_for_request(self) -> None:
-        if self._open or len(self._steps) < 2 or time.monotonic() - self._looked_at < self._request_seconds:
+        seen = list(self._steps)  # to which the thread of the steps appends
+        if self._open or len(seen) < 2 or time.monotonic() - self._looked_at < self._request_seconds:
             return
+        step, _ = seen[-1]
         self._looked_at = time.monotonic()
         if not self._request.exists():
             return
         text = self._request.read_bytes()
         self._request.unlink()
         request = foreign_json.load_object(text, {"id": str})
-        step, _ = self._steps[-1]
-        between = [(now - then) / (new - old) for (old, then), (new, now) in itertools.pairwise(self._steps)]
+        between = [(now - then) / (new - old) for (old, then), (new, now) in itertools.pairwise(seen)]
         step_seconds = max(statistics.median(between), 1e-3)  # a compilation, an evaluation or a save is one of them
         found = window_of(
             request.get("steps"), request.get("seconds"), step=step, step_seconds=step_seconds, end=self._last_step

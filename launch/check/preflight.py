@@ -5,6 +5,7 @@ The layout is checked on the compiler's description of the slice.
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from core import slices, units
@@ -93,11 +94,7 @@ def check(
         if (place := experiment.checkpointing.checkpoint_mirror) and not smoked and hosts not in _AWAY:
             _attempt("copies", _passed(place, _check_copies, run_dir, place, experiment), findings)
     if hosts in _AWAY:
-        left = workstation.not_shipped(config.files, workspace=environment.WORKSPACE) if config else []
-        findings += [Finding("files", False, one) for one in left]
-        _attempt(
-            "files", lambda: ((shipment := workstation.require_small(environment.WORKSPACE)), str(shipment)), findings
-        )
+        _attempt("files", lambda: _shipment(config.files if config else ()), findings)
     findings += run_directory(run_dir, slices.get(experiment.slice) if experiment else None, hosts)
     if bound is not None:
         assert config is not None
@@ -113,6 +110,13 @@ def check(
         if initial:
             findings.append(initial)
     return Checked(tuple(findings), config, experiment, bound and bound[1])
+
+
+def _shipment(needed: Sequence[Path]) -> tuple[workstation.Shipment, str]:
+    if left := workstation.not_shipped(needed, workspace=environment.WORKSPACE):
+        raise UserError("\n".join(left))
+    shipment = workstation.require_small(environment.WORKSPACE)
+    return shipment, str(shipment)
 
 
 def _check_copies(run_dir: str, place: str, experiment: Experiment) -> None:

@@ -82,7 +82,7 @@ def rows(
     found = [
         _row(e, told[e.id], status[e.id].text, _read(states[e.id], run_dirs[e.id]), run_dirs[e.id]) for e in entries
     ]
-    done = {id for id, state in states.items() if state == State.DONE}
+    done = {name for name, state in states.items() if state == State.DONE}
     for entry, row in zip(entries, found, strict=True):
         seeds = {e.id: r for e, r in zip(entries, found, strict=True) if e.path == entry.path}
         is_accuracy = any(seed["exact_accuracy"] is not None for seed in seeds.values())

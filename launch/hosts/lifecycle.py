@@ -97,6 +97,10 @@ class _StopRequested(Exception):
     """A signal asked this process to stop."""
 
 
+class _TakenAwayError(Exception):
+    """Somebody deleted or stopped a TPU of the run."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watch:
     """Follows a started run to its end, and recreates slices that are lost meanwhile.
@@ -127,6 +131,9 @@ class Watch:
                 return self._follow() if next(attempts) == 0 or self._restart() else exit_codes.FAILED
             except _StopRequested:
                 return self.requested[0]
+            except _TakenAwayError as taken:
+                print(f"{taken}: somebody deleted or stopped it, so the watch ends", flush=True)
+                return exit_codes.FAILED
 
         def ending(code: int) -> exit_codes.Ending:
             """Only PREEMPTED leads to a restart here; the hosts handle other codes."""
@@ -144,12 +151,15 @@ class Watch:
         )
 
     def _follow(self) -> int:
+        before: list[str] = []
         while True:
             states = {tpu: self._state(tpu) for tpu in self.tpus}
-            if ended := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in _BY_HAND]:
-                print(f"{', '.join(ended)}: somebody deleted or stopped it, so the watch ends", flush=True)
-                return exit_codes.FAILED
-            if lost := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in GONE]:
+            taken = [f"{tpu.name} is {state}" for tpu, state in states.items() if state in _BY_HAND]
+            if taken and taken == before:  # a request may say for a moment that a preempted TPU is there
+                raise _TakenAwayError(", ".join(taken))
+            before = taken
+            lost_states = {*GONE, *_QUEUED} - {*_BY_HAND}
+            if lost := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in lost_states]:
                 print(", ".join(lost), flush=True)
                 return exit_codes.PREEMPTED
             runs = [self._run_state(tpu) for tpu, state in states.items() if state == "READY"]
@@ -189,6 +199,8 @@ class Watch:
         before = "READY"
         while True:  # a queued TPU may take long
             state = self._state(tpu)
+            if state in ("STOPPED", "STOPPING"):
+                raise _TakenAwayError(f"{tpu.name} is {state}")
             if state in GONE:
                 raise UserError(f"{tpu.name} is {state}, and will not be READY")
             if state not in ("", before):

@@ -56,11 +56,16 @@ start() {
     echo "$host: already running (process $pid)" >&2
     exit 1
   fi
-  case $(realpath -m -- "$directory" 2>/dev/null || echo "$directory") in
-    "$root"/runs/*) ;;
-    "$root" | "$root"/*)
-      echo "$host: the run directory $directory is in the shipped workspace, which each start replaces, except for runs/" >&2
-      exit 1
+  case $directory in
+    *://* | "~"*) ;; # a bucket, or checked where the start was typed
+    *)
+      case $(cd "$root" && realpath -m -- "$directory") in # as the run, which is in $root, resolves it
+        "$root"/runs | "$root"/runs/*) ;;
+        "$root" | "$root"/*)
+          echo "$host: the run directory $directory is in the shipped workspace, which each start replaces, except for runs/" >&2
+          exit 1
+          ;;
+      esac
       ;;
   esac
   shift

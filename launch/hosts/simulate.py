@@ -98,6 +98,9 @@ def run(
     return 0 if culprit is None else _report(culprit)
 
 
+_OURS = ("XLA_FLAGS", "HF_HOME", *environment.ON_CPUS)  # have values of ours where they are unset or empty
+
+
 def _environment(
     slice_: slices.Slice, *, index: int, port: int, secret: str, own: Path, xla_flags: str
 ) -> dict[str, str]:
@@ -107,7 +110,7 @@ def _environment(
         **environment.ON_CPUS,
         **({"XLA_FLAGS": xla_flags} if xla_flags else {}),
         "HF_HOME": f"{os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')}/huggingface",  # noqa: PTH111
-        **{name: value for name, value in os.environ.items() if value},  # an empty one counts as unset
+        **{name: value for name, value in os.environ.items() if value or name not in _OURS},
         "RENGA_SIMULATE": slice_.name,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(slice_.devices_per_host),

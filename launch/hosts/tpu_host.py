@@ -53,7 +53,8 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
 
     `slice_` None: hosts of earlier slices are not counted.
     """
-    launcher = () if slice_ is None or slice_.is_tpu else ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # as JAX reads them
+    is_job = slice_ is not None and not slice_.is_tpu and slice_.hosts > 1
+    launcher = ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if is_job else ()
     given = next(filter(None, map(environment.read, ("JAX_PROCESS_INDEX", *launcher))), None)
     worker = given or environment.read("TPU_WORKER_ID")
     if worker is None and chips():

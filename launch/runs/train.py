@@ -164,16 +164,21 @@ def run_phases(
       UserError: a phase divides rows that its model's loss couples.
       PreemptedError: the run was preempted or interrupted, and has saved a checkpoint.
     """
-    _require_divisible_rows(spans)
+
+    def ready(span: Span) -> prepared_run.Run:
+        found = prepare(span)
+        _require_divisible_rows(found.experiment)
+        return found
+
     validation: dict[str, float] = {}
     continues = False
     with contextlib.suppress(EarlierPhaseError):
         if ended := _unevaluated(spans, run_dir):
-            validation = Session(prepare(ended), lock=lock).run()
+            validation = Session(ready(ended), lock=lock).run()
             continues = True
     while (span := _next(spans, run_dir, last_step)).first_step < last_step:
         with contextlib.suppress(EarlierPhaseError):  # trains the previous phase again
-            validation = Session(prepare(span), lock=lock, continues=continues).run()
+            validation = Session(ready(span), lock=lock, continues=continues).run()
             continues = True
             if last_step <= span.last_step:
                 return validation
@@ -181,12 +186,21 @@ def run_phases(
     return validation
 
 
-def _require_divisible_rows(spans: Sequence[Span]) -> None:
+def _require_divisible_rows(experiment: Experiment) -> None:
     if environment.read("RENGA_SIMULATE"):
         return  # the process that started the hosts has checked this
     from launch.runs import smoke
 
-    distributed.decided_by_host_zero(lambda: [smoke.require_divisible_rows(span.experiment) for span in spans])
+    def tried() -> None:
+        try:
+            smoke.require_divisible_rows(experiment)
+        except UserError:
+            raise
+        except Exception as error:  # of the user's model or task, which may need a TPU
+            why = f"{type(error).__name__}: {error}"
+            print(f"note: it could not be tried whether the loss allows a step to divide its rows ({why})", flush=True)
+
+    distributed.decided_by_host_zero(tried)
 
 
 def run_alone(

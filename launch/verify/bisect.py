@@ -155,9 +155,10 @@ def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments:
     experiment = experiments[args.record]
     if not args.full:
         experiment = smoke.shrink(experiment, beside=[experiments["B" if args.record == "A" else "A"]])
-    experiment = dataclasses.replace(
-        experiment, initialization=dataclasses.replace(experiment.initialization, init_from="")
-    )
+    start = variants[args.record].checkpoint
+    if start is None:  # a checkpoint may lack frozen parameters, which INIT_FROM names
+        of_seed = dataclasses.replace(experiment.initialization, init_from="")
+        experiment = dataclasses.replace(experiment, initialization=of_seed)
     if not args.own_dtype:
         experiment = dataclasses.replace(experiment, model=computing_in(experiment.model, "float32"))
     host = cluster.join(slices.get(experiment.slice), limits=cluster.limits(experiment.health))
@@ -170,7 +171,6 @@ def _record(args: argparse.Namespace, variants: dict[str, Variant], experiments:
         host=host,
     )
     theirs = dict(np.load(f"{args.into}/A.npz")) if args.record == "B" else None
-    start = variants[args.record].checkpoint
     recording = bisect.run(
         run.program, experiment.task, steps=args.steps, checkpoint=start, origin=run.origin, data_of=theirs
     )

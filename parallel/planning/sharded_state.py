@@ -119,9 +119,7 @@ class ShardedState:
                 f"batch_size = {step.batch_size} does not divide over {units.counted(groups, 'group')} of chips{cuts}, "
                 f"or over {units.counted(num_streams, 'stream')}; nearest that do: {', '.join(map(str, nearest))}",
             )
-        pieces = self.shards(["length"], self.tables.activation_rules)
-        if self.shards(["kv_length"], self.tables.activation_rules) > 1:
-            pieces *= 2  # in a ring, a chip has two chunks of a row
+        pieces = strategy.row_pieces(self.tables, self.shape)
         if self.trace.length % pieces:
             raise Refused("positions do not divide", f"length = {self.trace.length} does not divide over {pieces}")
 

@@ -43,6 +43,10 @@ class Mixture(Corpus):
 
     @property
     def packing(self) -> int:
+        """4 if sources begin rows with ids of their own; see `_of`."""
+        has_tasks = any(can(vocabulary, IsDefinedByTask) for vocabulary in self.vocabularies)
+        if has_tasks and len({vocabulary.bos_id for vocabulary in self.vocabularies}) > 1:
+            return 4
         return max(source.packing if can(source, PacksItsOwnWay) else 2 for source in self.sources)
 
     def sample_texts(self) -> Iterator[str]:

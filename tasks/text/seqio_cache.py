@@ -83,14 +83,11 @@ class SeqioCache(DocumentSource):
             raise UserError(f"{file} is damaged: {error}; remove {self.path}, and start again") from error
         self._require_same(found["asked"], f"{self.path} was written")
         if self._is_changed(found["asked"]) and (changed := self._changed(found)):
-            written = found["asked"].get("module")
-            was = (
-                "before the module {} was changed"
-                if written == self.asked.module
-                else f"with the module {written}, not {{}}"
-            )
+            module, written = self.asked.module, found["asked"].get("module")
+            is_same = written == module
+            was = f"before the module {module} was changed" if is_same else f"with the module {written}, not {module}"
             raise UserError(
-                f"{self.path} was written {was.format(self.asked.module)}, and {changed}: remove it, or give another "
+                f"{self.path} was written {was}, and {changed}: remove it, or give another "
                 "text.seqio.cache, so that the changed tasks are cached; or restore the module"
             )
         return found
@@ -310,7 +307,7 @@ class SeqioCache(DocumentSource):
             return f"text.seqio: {self.asked.name}"
         splits = [cache.about["splits"] for cache in self._opened]
         examples, tokens = (sum(each[s][kind] for each in splits for s in SPLITS) for kind in ("documents", "tokens"))
-        changed = f", whose module was changed since: its first {seqio_pipeline.FIRST} examples are the same"
+        changed = f", whose module is now another: its first {seqio_pipeline.FIRST} examples are the same"
         return (
             f"text.seqio: {self.asked.name}{inputs} ({examples:,} examples, {tokens:,} tokens in {self.path}"
             f"{changed if self._is_changed(self.saved['asked']) else ''})"

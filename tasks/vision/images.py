@@ -38,12 +38,20 @@ def opened(content: bytes) -> Any:
             if image.mode.startswith("I;16"):  # a plain conversion would clip 16 bits at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):  # a conversion would clip them at 255, without a word
-                raise UnreadableImage("its gray values have 32 bits; expected 8 or 16")
+                image = _of_16_bits(np.asarray(image))
             return image.convert("RGB")
     except Image.UnidentifiedImageError as error:  # it names the object that was read
         raise UnreadableImage("Pillow knows no such format") from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # of broken files of all formats
         raise UnreadableImage(str(error)) from error
+
+
+def _of_16_bits(values: np.ndarray) -> Any:
+    from PIL import Image
+
+    if values.dtype.kind == "f" or values.min() < 0 or values.max() >= 2**16:
+        raise UnreadableImage("its gray values have more than 16 bits")
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def as_file(image: Any) -> tuple[bytes, str]:

@@ -232,7 +232,7 @@ def test_a_pause_between_steps_does_not_shorten_a_profile(tmp_path, quick):
     assert not any(loop.turn() for _ in range(5))
     request(tmp_path, "after a pause", seconds=0.5)
     found = loop.until(lambda asked: asked)
-    assert found.last_step - found.first_step + 1 > 10
+    assert found.last_step - found.first_step + 1 > 3  # 25, or fewer on a busy machine; with the pause, 2
     loop.requests.close()
 
 

@@ -169,7 +169,7 @@ def test_included_files_and_modules_that_the_hosts_would_not_have_are_found(tmp_
     for hosts, wanted in (("dry run", ["mine_alone.py", "more.gin"]), ("here", [])):
         options = {"slice_name": "v4-8", "run_dir": str(tmp_path / "run"), "hosts": hosts}
         found = preflight.check("gin/quickstart.gin", bindings=own, **options).findings
-        said = [finding.detail for finding in found if finding.name == "files" and not finding.ok]
+        said = [line for one in found if one.name == "files" and not one.ok for line in str(one.detail).splitlines()]
         assert sorted(line.partition(" would not be copied to the hosts: put it into ")[0] for line in said) == [
             f"{tmp_path}/{name}" for name in wanted
         ]

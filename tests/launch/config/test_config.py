@@ -315,15 +315,6 @@ def test_a_file_beside_the_including_one_comes_first_and_files_of_one_name_are_d
         assert (built.strategy.name, built.batch_size) == ("hsdp", 64)
 
 
-def test_the_file_of_a_strategy_chooses_it_whatever_the_experiment_had_chosen(tmp_path):
-    (tmp_path / "mine.gin").write_text("include 'gin/quickstart.gin'\ninclude 'gin/strategies/fsdp_overlapped.gin'\n")
-    found = [
-        config.load(tmp_path / "mine.gin", bindings=bindings).build().strategy.overlap_reduction
-        for bindings in ([], ["include 'gin/strategies/fsdp.gin'"])
-    ]
-    assert found == [True, False]
-
-
 def test_an_include_of_the_command_line_applies_what_it_includes_too(bench):
     bench.write("inner.gin", "BATCH_SIZE = 64")
     bench.write("combo.gin", "include 'inner.gin'")

@@ -92,6 +92,7 @@ def test_a_host_knows_its_index_before_it_joins(here, chips, metadata, tmp_path)
         here({name: "1"}, **there | none)
         assert tpu_host.own_index(slices.get("h100:8x2")) == 1
         assert tpu_host.own_index(slices.get("v4-16")) is None
+        assert tpu_host.own_index(slices.get("h100:8")) is None  # each process has a run of its own
     here(**there | none)
     assert tpu_host.own_index() is None
     here(devices=chips, url=metadata({}))

@@ -157,11 +157,19 @@ def test_the_rows_of_a_task_that_cannot_be_made_smaller_are_compared_too():
         compared(together=True)
 
 
-def test_a_start_that_nobody_checked_refuses_rows_that_its_loss_couples(tmp_path):
-    strategy = strategies.data_parallel()
-    coupled = SimpleNamespace(model=Linear(True), task=Points(), strategy=strategy, accum_steps=2, row_length=1)
+def test_a_start_that_nobody_checked_refuses_rows_that_its_loss_couples(tmp_path, capsys):
+    def start(task):
+        strategy = strategies.data_parallel()
+        coupled = SimpleNamespace(model=Linear(True), task=task, strategy=strategy, accum_steps=2, row_length=1)
+        span = SimpleNamespace(experiment=coupled, last_step=1, first_step=0)
+        prepared = lambda span: SimpleNamespace(experiment=coupled)  # noqa: E731
+        train.run_phases([span], prepared, str(tmp_path), last_step=1, lock=None)
+
     with pytest.raises(UserError, match="couples_rows"):
-        train.run_phases([SimpleNamespace(experiment=coupled)], None, str(tmp_path), last_step=1, lock=None)
+        start(Points())
+    with pytest.raises(AttributeError, match=r"'types\.SimpleNamespace' object has no attribute"):  # of the session
+        start(None)
+    assert "note: it could not be tried whether the loss allows a step to divide its rows" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
