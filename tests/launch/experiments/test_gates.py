@@ -87,7 +87,7 @@ def test_unknown_gates_and_budgets_are_refused_before_a_run_is_read(capsys, opti
 def test_gates_are_not_compared_on_losses_that_depend_on_earlier_decisions(monkeypatch, capsys, bindings):
     given = [word for word in bindings if word != "--gin"]
     config = loader.load("gin/ponder/quick.gin", bindings=[*given, "CARRY = 'document'"], slice_name="v5e-1")
-    found = SimpleNamespace(config=config, step=1, run_dir="run")
+    found = gates.saved_run.SavedRun("run", config, step=1)
     monkeypatch.setattr(gates.saved_run, "read_step", lambda *_, **__: found)
     monkeypatch.setattr(gates.loaded_model, "choose_devices", lambda *_, **__: None)
     assert main.main(["evaluate", "run", "--gates", "skip,update,loss,oracle"]) == exit_codes.USER_ERROR
