@@ -299,10 +299,13 @@ def test_a_run_directory_that_the_next_start_would_delete_is_refused(place, call
     assert not calls
 
 
-def test_run_directories_outside_the_shipped_workspace_are_kept(place):
-    for directory in ("runs/first", "~/renga/runs/first", "~/first", "/disk/first", "../first"):
+def test_run_directories_outside_the_shipped_workspace_are_kept(place, calls):
+    kept = ["runs/first", "~/renga/runs/first", "~/first", "/disk/first", "../first"]
+    for directory in kept:
         pod._require_kept(directory)
-    assert [told for *_, told, _ in calls] == kept
+    argv = ["pod", "v4-8", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--dry-run", "--run-dir"]
+    assert cli.main([*argv, kept[-1]]) == 0
+    assert [told for *_, told, _ in calls] == kept[-1:]
 
 
 def test_hosts_with_disks_of_their_own_need_a_run_directory(place, calls, capsys):
