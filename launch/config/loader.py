@@ -195,12 +195,15 @@ def load(
     notes += [note for name, note in spelling.items() if trust is None or name != reader.experiment]
     others = [b for b in reader.bindings if b.name == "SLICE" and b.file in flags and slice_name not in (None, b.value)]
     notes += [f"{b.place}: {b} is left out, the SLICE argument chose {slice_name!r}" for b in others]
-    if mesh:
-        said = " ".join(f"{name}={environment.read(name)}" for name in (_MESH, "TPU_AXIS_NAMES"))
-        notes.insert(0, f"{said} bind {'; '.join(mesh)}, after the file and before --gin")
+    notes = [*_of_environment(mesh), *notes]
     made = _canonical(kept, lambda named: named.target.module, names.own_modules)
     files = _files(reader.sources, names.own_modules)
     return LoadedConfig(made.imports, made.bindings, reader.experiment, tuple(notes), files, config.root)
+
+
+def _of_environment(mesh: Sequence[str]) -> list[str]:
+    said = " ".join(f"{name}={environment.read(name)}" for name in (_MESH, "TPU_AXIS_NAMES"))
+    return [f"{said} bind {'; '.join(mesh)}, after the file and before --gin"] if mesh else []
 
 
 def _files(read: Iterable[str], modules: Iterable[str]) -> tuple[Path, ...]:
