@@ -361,7 +361,8 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
     rows = step.batch_size / sharded.shards(["batch"], used) / sharded.shape["stage"]
     pieces = sharded.shards(["length"], used)
     again = 0.5 if work.flops > 3.3 * work.forward_flops else 0.0  # computed again, but for the last product of a block
-    again += 1.0 if schedule and schedule.save == "stage" else 0.0  # once more, whole
+    whole_again = 1.0 if schedule and schedule.save == "stage" else 0.0  # once more, whole
+    again += whole_again
     for reduction in work.reductions:
         axes = mesh_axes([reduction.axis], used)
         yield axes, _all_reduce(sharded, axes) * reduction.bytes * rows / pieces * (2 + again)
@@ -369,7 +370,10 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
     chips = sharded.degree(exchanged)
     for exchange in work.exchanges:
         others = chips - 1 if exchange.is_gathered else (chips - 1) / chips
-        yield exchanged, others * exchange.bytes * rows / pieces * 2 * (2 + again)  # to the experts and back
+        # To the experts and back in both passes, and once more where a layer computes anything again (compiled: `dots`,
+        # `halves` and `full` of Qwen3-30B-A3B send alike).
+        passes = 2 + (step.remat not in (None, "none")) + whole_again
+        yield exchanged, others * exchange.bytes * rows / pieces * 2 * passes
     weights = [leaf for leaf, of in sharded.params if "kv_heads" in of.names]
     keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * trace.length * trace.itemsize  # and values, of a row
     yield mesh_axes(["length"], used), (pieces - 1) / pieces * keys * rows * (2 + 2 * again)
