@@ -83,11 +83,6 @@ class Partitioner:
         """The number of groups of chips with different rows."""
         return logical.shards(self.strategy.activation_rules["batch"], self.shape)
 
-    @property
-    def row_pieces(self) -> int:
-        """The number of pieces of a row that chips compute apart: shards of positions, two on each chip in a ring."""
-        return strategy.row_pieces(self.strategy, self.shape)
-
     def batch_shardings(self, spec: BatchSpec) -> Mapping[str, NamedSharding]:
         """Returns the sharding of every array of a batch, or raises UserError if a dimension does not divide."""
         axes = strategy.batch_axes(spec)

@@ -248,7 +248,7 @@ def resolve(strategy: Strategy, slice: Slice) -> dict[str, int]:
 
 
 def row_pieces(strategy: Strategy, shape: Mapping[str, int]) -> int:
-    """Returns the number of pieces of a row that chips compute apart: one for each chip of a row, in a ring two."""
+    """Returns the number of pieces of a row that chips compute apart: one on each chip of the row, two in a ring."""
     length, keys = (logical.shards(logical.row(strategy.activation_rules, n), shape) for n in ("length", "kv_length"))
     return length * (2 if keys > 1 else 1)
 

@@ -146,7 +146,7 @@ class Requests:
         self._request.unlink()
         request = foreign_json.load_object(text, {"id": str})
         between = [(now - then) / (new - old) for (old, then), (new, now) in itertools.pairwise(seen)]
-        step_seconds = max(statistics.median(between), 1e-3)  # a compilation, an evaluation or a save is one of them
+        step_seconds = max(statistics.median(between), 1e-3)  # one may hold a compilation or an evaluation
         found = window_of(
             request.get("steps"), request.get("seconds"), step=step, step_seconds=step_seconds, end=self._last_step
         )

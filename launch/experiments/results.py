@@ -76,9 +76,8 @@ def rows(
     `status` and `run_dirs` are by entry id, as in `Suite`.
     """
     told = settings(entries)
-    states = {
-        e.id: status.get(e.same_as or e.id, status[e.id]).state for e in entries
-    }  # of the run, where it is shared
+    # The state of the run, which may be that of another entry.
+    states = {e.id: status.get(e.same_as or e.id, status[e.id]).state for e in entries}
     found = [
         _row(e, told[e.id], status[e.id].text, _read(states[e.id], run_dirs[e.id]), run_dirs[e.id]) for e in entries
     ]

@@ -151,12 +151,12 @@ class Watch:
         )
 
     def _follow(self) -> int:
-        before: list[str] = []
+        before: dict[str, str] = {}
         while True:
             states = {tpu: self._state(tpu) for tpu in self.tpus}
-            taken = [f"{tpu.name} is {state}" for tpu, state in states.items() if state in _BY_HAND]
+            taken = {tpu.name: state for tpu, state in states.items() if state in _BY_HAND}
             if taken and taken == before:  # a request may say for a moment that a preempted TPU is there
-                raise _TakenAwayError(", ".join(taken))
+                raise _TakenAwayError(", ".join(f"{name} is {state}" for name, state in taken.items()))
             before = taken
             lost_states = {*GONE, *_QUEUED} - {*_BY_HAND}
             if lost := [f"{tpu.name} is {state}" for tpu, state in states.items() if state in lost_states]:

@@ -249,8 +249,8 @@ def shipped_path(path: str, *, workspace: Path) -> str:
     absolute = next((at for at in (Path(path), workspace / path) if at.is_file()), Path(path)).resolve()
     if not absolute.is_file():
         raise UserError(f"no such experiment file: {path}; expected one in {workspace}, such as gin/quickstart.gin")
-    if not absolute.is_relative_to(workspace) or str(absolute.relative_to(workspace)) not in workspace_files(workspace):
-        raise UserError(f"{path} would not be copied to the hosts: put it into {workspace}, not ignored by git")
+    if left := not_shipped([absolute], workspace=workspace):
+        raise UserError(left[0])
     return str(absolute.relative_to(workspace))
 
 

@@ -81,9 +81,8 @@ class Block(hk.Module):
             if self.config.post_norm:
                 added = layers.normalized(self.config, f"{norm}_post_norm", added)
             if self.config.residual_scale != 1.0:
-                added = (added * jnp.float32(self.config.residual_scale)).astype(
-                    added.dtype
-                )  # the factor is not rounded
+                scaled = added * jnp.float32(self.config.residual_scale)  # the factor is not rounded
+                added = scaled.astype(added.dtype)
             x = logical.constrain(x + added, "batch", "residual_length", "embed")
             x = checkpoint_name(x, "attended") if slot == "mixer" else x
         if self.config.layer_inputs is not None:

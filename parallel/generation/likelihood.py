@@ -17,6 +17,7 @@ from core import stack
 from core.batches import row_length
 from core.errors import UserError
 from core.types import ChoosesKernels, ExtendsCache, Generates, HasVocabulary, LimitsPositions, Params, can, missing
+from parallel import strategy
 from parallel.generation.decoding import text_batch
 from parallel.partitioner import Program
 
@@ -61,7 +62,8 @@ class Scorer:
         usual = max(USUAL_LENGTH, min(row_length(program.spec), held))
         self.max_length = self._fixed or limit or usual
         is_tiled = can(model, ChoosesKernels) and model.attention == "splash"
-        self._unit = _TILE * program.partitioner.row_pieces if is_tiled else 1
+        at = program.partitioner
+        self._unit = _TILE * strategy.row_pieces(at.strategy, at.shape) if is_tiled else 1
         everywhere = NamedSharding(program.partitioner.mesh, PartitionSpec())  # each host reads all rows
         self._sums = jax.jit(self._scored_sums, out_shardings=everywhere)
 

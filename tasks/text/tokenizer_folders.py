@@ -166,7 +166,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether a text begins with the begin-of-text id, as the library transformers encodes it.
+        """Whether the library transformers begins a text with the begin-of-text id.
 
         Its Llama tokenizers take that from `add_bos_token`, whatever the template in `tokenizer.json` says.
         """

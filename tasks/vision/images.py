@@ -38,7 +38,7 @@ def opened(content: bytes) -> Any:
             if image.mode.startswith("I;16"):  # a plain conversion would clip 16 bits at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):  # a conversion would clip them at 255, without a word
-                image = _of_16_bits(np.asarray(image))
+                image = _of_wide_grays(np.asarray(image))
             return image.convert("RGB")
     except Image.UnidentifiedImageError as error:  # it names the object that was read
         raise UnreadableImage("Pillow knows no such format") from error
@@ -46,12 +46,13 @@ def opened(content: bytes) -> Any:
         raise UnreadableImage(str(error)) from error
 
 
-def _of_16_bits(values: np.ndarray) -> Any:
+def _of_wide_grays(values: np.ndarray) -> Any:
+    """Returns an image of 8 bits; gray values above 255 make it one of 16 bits. Raises UnreadableImage for others."""
     from PIL import Image
 
     if values.dtype.kind == "f" or values.min() < 0 or values.max() >= 2**16:
-        raise UnreadableImage("its gray values have more than 16 bits")
-    return Image.fromarray((values >> 8).astype(np.uint8))
+        raise UnreadableImage("its gray values are not whole numbers of at most 16 bits")
+    return Image.fromarray((values >> 8 if values.max() > 255 else values).astype(np.uint8))
 
 
 def as_file(image: Any) -> tuple[bytes, str]:

@@ -9,6 +9,7 @@ import types
 import pytest
 
 from core import extras
+from core.checkpoints import copying
 from core.errors import UnreachableError, UserError
 from core.files import paths
 from core.training import metrics
@@ -236,6 +237,7 @@ def test_weights_and_biases_gets_what_tensorboard_gets_from_host_zero(tmp_path, 
     metrics.open_writers(str(run_dir), is_host_zero=True, wandb_project="renga").close()
     last = [said for what, said in lines(run_dir / "calls.jsonl") if what == "init"][-1]
     assert last["id"] != begin["id"]
+    assert metrics.WANDB_ID in copying._FILES  # a mirror brings it back
 
 
 def test_numbers_that_json_does_not_have_are_text():
