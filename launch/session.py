@@ -149,6 +149,8 @@ class Session:
         with contextlib.ExitStack() as self._stack:
             self._batches = self._stack.enter_context(run.open_batches(start.position))
             self._begin(start)
+            if self._evaluate:
+                self._evaluate.open()
             train_step, statistics = compile_together(run, self._first_step)
             if self._metrics:
                 self._metrics.ready()

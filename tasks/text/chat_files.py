@@ -220,8 +220,9 @@ class ChatStream(packing.PackedStream):
         return self._spec.once and self._next == len(self._lines)
 
     def _no_answers(self) -> UserError:
+        purpose = " for validation" if self._spec.split == "validation" else ""
         return UserError(
-            f"text.chats: none of {units.counted(len(self._lines), 'conversation')} has an answer within "
+            f"text.chats: none of {units.counted(len(self._lines), 'conversation')}{purpose} has an answer within "
             f"its first {self._spec.length} tokens; set LENGTH higher"
         )
 

@@ -211,6 +211,17 @@ def fail_first_evaluation(monkeypatch):
     return asked
 
 
+def test_validation_data_that_cannot_be_read_end_a_run_before_its_first_step(tmp_path, monkeypatch):
+    def failing(batches):
+        raise OSError("no such file")
+
+    monkeypatch.setattr(evaluation.FirstBatches, "__iter__", failing)
+    with pytest.raises(OSError, match="no such file"):
+        start(tmp_path, *EVALUATED)
+    assert not metrics.read(str(tmp_path)).by_step
+    assert not steps.complete(tmp_path / "checkpoints")
+
+
 def test_an_evaluation_that_was_interrupted_is_made_before_training_continues(tmp_path, monkeypatch):
     asked = fail_first_evaluation(monkeypatch)
     with pytest.raises(OSError, match="no such file"):
