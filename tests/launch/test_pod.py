@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from core.checkpoints import steps
+from core.errors import UserError
 from core.files import paths
 from core.training import supervise
 from launch import __main__ as cli
@@ -287,16 +288,16 @@ def test_a_dry_run_of_a_check_that_is_not_sent_to_a_tpu_is_an_error(place, calls
     assert not calls
 
 
-@pytest.mark.parametrize("directory", ["first", "./first/runs", "runs/../first", "~/renga/first", "~/renga"])
-def test_a_run_directory_that_the_next_start_would_delete_is_refused(place, calls, capsys, directory):
+def test_a_run_directory_that_the_next_start_would_delete_is_refused(place, calls, capsys):
     """A start replaces the workspace on the host, in which relative directories are."""
+    refused = "this is in the shipped workspace, which each start replaces"
     argv = ["pod", "v4-8", "gin/quickstart.gin", "--tpu", "t", "--zone", "z", "--dry-run", "--run-dir"]
-    assert cli.main([*argv, directory]) == 2
-    said = capsys.readouterr().err
-    assert f"--run-dir {directory}: this is in the shipped workspace, which each start replaces" in " ".join(
-        said.split()
-    )
+    assert cli.main([*argv, "first"]) == 2
+    assert f"--run-dir first: {refused}" in " ".join(capsys.readouterr().err.split())
     assert not calls
+    for directory in ("./first/runs", "runs/../first", "~/renga/first", "~/renga"):
+        with pytest.raises(UserError, match=f"--run-dir {re.escape(directory)}: {refused}"):
+            pod._require_kept(directory)
 
 
 def test_run_directories_outside_the_shipped_workspace_are_kept(place, calls):

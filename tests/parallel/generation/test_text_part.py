@@ -23,7 +23,7 @@ def program_of(model, tables):
     return at.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-3)), spec, seed=0)
 
 
-@pytest.mark.parametrize("freeze", [(), ("decoder", "vision")])
+@pytest.mark.parametrize("freeze", [pytest.param((), marks=pytest.mark.slow), ("decoder", "vision")])
 def test_text_without_images_is_that_of_the_decoder(freeze):
     program = program_of(subjects.model(freeze=freeze), strategies.fsdp())
     params = program.init().params

@@ -127,6 +127,7 @@ def test_a_traced_kernel_counts_the_scores_that_it_computes():
     assert traced(sparse) == pytest.approx(mask.mean(), rel=0.01)  # the diagonal's half has 64 of 128 per row
 
 
+@pytest.mark.slow  # golden records contain the FLOPs of compiled kernels
 @pytest.mark.compiled("v4-8")
 def test_compiled_kernels_of_both_passes_say_what_they_compute():
     """Experts of 4 chips, each with 2 of 8, and 4 choices of a token: half of the rows on a chip are filled."""
