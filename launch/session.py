@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -175,7 +176,7 @@ class Session:
         validation = self._evaluate.latest if self._evaluate else {}
         if run.is_last:
             progress.show_end(run, state, validation, checksum=checksum)
-        distributed.barrier(f"run/end of step {run.last_step}")
+        distributed.barrier(f"run/end of step {run.last_step}", timeout_seconds=run.meeting_seconds)
         return validation
 
     def _is_evaluation_missing(self, evaluate: evaluation.Evaluate) -> bool:
@@ -207,6 +208,12 @@ class Session:
         distributed.decided_by_host_zero(
             lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program, left_out=left_out)
         )
+        fetch: dict[str, Any] = {}
+        if place := settings.checkpoint_mirror:
+            from core.checkpoints import copying
+
+            say = functools.partial(print, flush=True)
+            fetch["fetch"] = copying.Fetching(run.run_dir, place, say=say).in_place_of
         self._checkpoints = Checkpoints(
             run.checkpoint_dir,
             keep=settings.keep_checkpoints,
@@ -214,6 +221,7 @@ class Session:
             timeout_seconds=settings.save_limit_seconds,
             origin=run.origin,
             keep_best=settings.keep_best,
+            **fetch,
         )
         try:
             return restore_or_init(run, self._checkpoints)

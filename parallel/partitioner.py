@@ -271,6 +271,11 @@ class Program:
 
     def _check_state(self) -> None:
         """Making `abstract_state` raises UserError if the tables do not fit."""
+        if any(jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) for a in jax.tree.leaves(self._abstract[0].carry)):
+            raise UserError(
+                f"the carry of {type(self.model).__name__} has a random key (jax.random.key), which checkpoints do not "
+                "hold: keep jax.random.key_data(key) in it, and use jax.random.wrap_key_data"
+            )
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract

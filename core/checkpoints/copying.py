@@ -161,6 +161,18 @@ class Fetching:
         later = sorted((step for step in steps.complete(self._there) if step > newest), reverse=True)
         return next((step for step in later if self._fetch(step)), None)
 
+    def in_place_of(self, step: int) -> int | None:
+        """Copies the newest step again if that of the run directory is damaged, which is then renamed.
+
+        Returns its number, or None if nothing was copied.
+        """
+        found = inspection.verify(self._own / str(step))
+        if not found.damaged:
+            return None
+        aside = steps.set_damaged_aside(self._own, step)
+        self._say(f"warning: {found.describe()}; it is {aside.name} now. A copy in {self._there.parent} is tried")
+        return self.newest()
+
     def best(self, keep_best: str) -> int | None:
         """Copies the best step to a run directory that has no better one.
 

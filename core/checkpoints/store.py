@@ -49,6 +49,7 @@ class Checkpoints:
         read_only: bool = False,
         origin: Origin | None = None,
         keep_best: str = "",
+        fetch: Callable[[int], int | None] = lambda step: None,
     ):
         """Opens a folder of checkpoints; all hosts must call it.
 
@@ -62,6 +63,7 @@ class Checkpoints:
             removed.
           origin: reads parameters that steps leave out; None: such a step cannot be restored.
           keep_best: also keep the best step by this metric (`best.parse`); "": only the latest.
+          fetch: called with a step that cannot be restored; returns the step that it copied from elsewhere, or None.
         """
         for name, value in (("keep", keep), ("keep_params", keep_params)):
             if value is not None and value < 1:
@@ -69,7 +71,7 @@ class Checkpoints:
         self._directory = paths.resolve(directory)
         if read_only and not self._directory.exists():
             raise UserError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
-        self._origin = origin
+        self._origin, self._fetch = origin, fetch
         self.left_out: LeftOut | None = None
         self._writing: Writing | None = None
         self._timeout_seconds = timeout_seconds
@@ -203,6 +205,9 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for step in reversed(self._steps()):
             restored, said = self._attempt(step, abstract_state)
+            if said and (fetched := self._fetch(step)) is not None:
+                step = fetched
+                restored, said = self._attempt(step, abstract_state)
             if not said:
                 self._set_aside(damaged)
                 return step, *restored

@@ -1,6 +1,7 @@
 """Resolves local and gs:// paths, and writes files atomically."""
 
 import contextlib
+import errno
 import glob
 import os
 import pathlib
@@ -25,6 +26,7 @@ for _protocol in ("gcs", "gs"):
 
 Path = epath.Path
 
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without hard links
 _PROBE_BYTES = 4096  # not 0, because an empty file can be created on a full disk
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/")
 
@@ -185,7 +187,7 @@ def write_if_unchanged(path: epath.Path, text: str, *, version: str | None) -> b
     try:
         part.write_text(text)
         if version is None:
-            os.link(part, path)
+            _create(path, part, text)
         elif (there := read_versioned(path)) is None or there.version != version:
             return False
         else:
@@ -195,6 +197,17 @@ def write_if_unchanged(path: epath.Path, text: str, *, version: str | None) -> b
         return False
     finally:
         part.unlink(missing_ok=True)
+
+
+def _create(path: epath.Path, part: epath.Path, text: str) -> None:
+    """Creates a file, all of it at once where the file system has hard links; raises FileExistsError."""
+    try:
+        os.link(part, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with open(path, "x") as created:  # noqa: PTH123
+            created.write(text)
 
 
 def remove_if_unchanged(path: epath.Path, *, version: str) -> None:
@@ -228,8 +241,12 @@ def read_range(path: epath.Path, start: int, stop: int) -> bytes:
 def sizes(folder: epath.Path) -> dict[str, int]:
     """Returns the size in bytes of every file below a folder, by relative path."""
     if not is_remote(folder):
-        files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
-        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+        found = {}
+        for above, _, names in os.walk(folder):  # leaves out folders that vanish meanwhile
+            for path in (pathlib.Path(above, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    found[path.relative_to(folder).as_posix()] = path.stat().st_size
+        return found
     system, root = fsspec.core.url_to_fs(os.fspath(folder))
     found = system.find(root, detail=True)
     return {name.removeprefix(f"{root}/"): about["size"] for name, about in found.items()}

@@ -205,6 +205,7 @@ def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -
             heartbeat_timeout_seconds=heartbeat_seconds,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             coordinator_bind_address=f"{own_host or '[::]'}:{port}",
+            cluster_detection_method="deactivate",  # that of SLURM or Open MPI would leave this process one GPU
         )
 
 

@@ -204,6 +204,8 @@ def _checkpoint(
         return Finding(name, True, "none: a fresh start")
     changed = continuation.changes(found.described.meta, config)
     what = continuation.described_changes(found.step, changed) if changed else ""
+    if found.step == experiment.total_steps and not continuation.is_evaluated(run_dir, experiment, found.step):
+        return Finding(name, True, f"a start evaluates step {found.step}{what and '; '}{what}", is_note=True)
     if found.step >= experiment.total_steps:
         said = f"step {found.step:,} of {experiment.total_steps:,}: nothing is left to train"
         detail = Problem(f"{said}\n{what}", fix=continuation.FIX) if changed else said

@@ -242,6 +242,8 @@ def _ended(found: Newest, run_dir: str, config: Settings | str, spans: Sequence[
     last_step, named = (steps, "--steps") if steps and steps < total else (total, "TOTAL_STEPS")
     if found.step < last_step:
         return ""
+    if found.step == last_step and not is_evaluated(run_dir, phase_of(spans, last_step).experiment, last_step):
+        return ""
     what = f"{run_dir} has the checkpoint of step {found.step:,}, and this run ends after step {last_step:,} ({named})"
     if changed := changes(then := found.described.meta, config):
         span = phase_after(spans, found.step)
@@ -251,8 +253,6 @@ def _ended(found: Newest, run_dir: str, config: Settings | str, spans: Sequence[
             f"nothing would be trained: {what}. {described_changes(found.step, changed)}\n"
             f"Give another --run-dir for a new run{further}"
         )
-    if found.step == last_step and not is_evaluated(run_dir, phase_of(spans, last_step).experiment, last_step):
-        return ""
     return (
         f"nothing to train: {what}.\n"
         f"  train longer   raise {named}\n"

@@ -151,6 +151,8 @@ def prepare_run(
     meta = metadata(span, config=config, revision=revision)
     if initial is not None:
         meta[INIT_FROM] = initial.source.describe()
+        if (note := warm_start.vocabulary_note(initial.source, meta[continuation.ORDER])) and host.is_zero:
+            print(f"note: INIT_FROM: {note}", flush=True)
     distributed.require_same("the configuration", "\n".join(f"{k}: {v}" for k, v in meta.items()))
     return Run(experiment, program, host, run_dir, config, meta, last_step, span, is_last, started, initial)
 

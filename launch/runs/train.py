@@ -176,6 +176,8 @@ def run_phases(
         if ended := _unevaluated(spans, run_dir):
             validation = Session(ready(ended), lock=lock).run()
             continues = True
+            if last_step <= ended.last_step:
+                return validation
     while (span := _next(spans, run_dir, last_step)).first_step < last_step:
         with contextlib.suppress(EarlierPhaseError):  # trains the previous phase again
             validation = Session(ready(span), lock=lock, continues=continues).run()

@@ -1,7 +1,7 @@
 """Finds and reads the parameters of INIT_FROM, and frozen ones that are not in checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,6 +19,7 @@ from launch.config import loader
 from launch.config.names import PUBLIC_PACKAGES
 from launch.config.trust import Trust
 from launch.experiment import OF_PYTHON, Experiment
+from launch.runs.continuation import ORDER
 from parallel.partitioner import Program
 
 
@@ -80,6 +81,23 @@ def _named(experiment: Experiment) -> warm_start.ParameterSource:
     if isinstance(found, warm_start.SavedParameters):
         found.notes = _notes(found, experiment)
     return found
+
+
+def vocabulary_note(source: warm_start.ParameterSource, order: Mapping[str, Any]) -> str:
+    """Returns a note if the run of the source had another vocabulary, otherwise "".
+
+    `order` is `continuation.order` of the run to start.
+    """
+    if not isinstance(source, warm_start.SavedParameters):
+        return ""
+    theirs, ours = source.meta.get(ORDER, {}).get("vocabulary"), order["vocabulary"]
+    if theirs is None or ours is None or theirs == ours:
+        return ""
+    return (
+        f"the run of {source.describe()} had another vocabulary (sha256 {theirs[:12]}, here {ours[:12]}): the "
+        "embeddings of an id belong to another text. Use its vocabulary, such as a model in its folder vocabulary/, or "
+        "leave out the embeddings (INIT_PATTERNS)"
+    )
 
 
 def source_again(experiment: Experiment, left_out: steps.LeftOut) -> warm_start.ParameterSource:

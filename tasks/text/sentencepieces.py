@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from core.checkpoints import steps
 from core.errors import Problem, UserError
 from core.files import paths
 from tasks.text.ids import PAD_ID, Vocabulary, before_end
@@ -106,13 +107,16 @@ class TrainedSentencePiece(SentencePiece):
         return self._size
 
     def prepare(self, run_dir: str, *, is_host_zero: bool, sample: Callable[[], Iterable[str]]) -> None:
-        """Trains a model on host 0 unless the run already has one; the others read it.
+        """Trains a model on host 0 unless the run has a checkpoint, which was trained with one; the others read it.
+
+        Without a checkpoint, a model there may be of other data, for which an earlier start was refused or stopped.
 
         Raises UserError if it is missing or changed.
         """
         folder = paths.resolve(run_dir) / "vocabulary"
         model, digest = folder / f"sentencepiece_{self._size}.model", folder / f"sentencepiece_{self._size}.sha256"
-        if is_host_zero and not digest.exists():
+        is_kept = digest.exists() and (self.path == str(model) or steps.complete(folder.parent / steps.FOLDER))
+        if is_host_zero and not is_kept:
             trained = _train(sample(), self._size)
             _write(trained, model)
             paths.write_text_atomically(digest, hashlib.sha256(trained).hexdigest())

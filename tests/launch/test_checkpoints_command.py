@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import arrays, comparing, inspection, reading, store
+from core.checkpoints import arrays, comparing, inspection, reading, steps, store
+from core.files import paths
 from core.hosts import exit_codes
 from launch import __main__ as main
 
@@ -26,10 +27,10 @@ def state_of(step, *, width=6):
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(MESH, specs[np.ndim(x)])), values)
 
 
-def write(run, *steps, config="LR = 1\nSEED = 0", jax_version="1", **kind):
+def write(run, *numbers, config="LR = 1\nSEED = 0", jax_version="1", **kind):
     checkpoints = store.Checkpoints(str(run / "checkpoints"), keep=9)
     meta = {"config": config, "git_revision": "abcdef", "versions": {"jax": jax_version}, "seed": 0}
-    for step in steps:
+    for step in numbers:
         checkpoints.save(step, state=state_of(step, **kind), data={"a": bytes([step]) * 9}, meta=meta)
     checkpoints.close()
 
@@ -103,6 +104,19 @@ def test_verify_names_the_damaged_parts(run, command):
 
 
 @pytest.mark.covers("C12")
+def test_a_step_that_is_removed_while_others_are_verified_is_not_damaged(run, monkeypatch, command):
+    verify, folder = inspection.verify, paths.resolve(run) / "checkpoints"
+    first, *_ = steps.complete(folder)
+
+    def removing(step_folder):
+        if (folder / str(first)).exists():
+            steps.remove(folder / str(first))
+        return verify(step_folder)
+
+    monkeypatch.setattr(inspection, "verify", removing)
+    assert command("verify", run).out.endswith(f"\nstep {first}: removed meanwhile\n")
+
+
 def test_a_flipped_bit_in_an_array_is_found_by_name(tmp_path):
     """Arrays of another step under the old metadata: every file is valid by itself."""
     write(tmp_path / "run", 3, 4)

@@ -4,15 +4,18 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from core import optimizers, slices, stack
+from core import logical, optimizers, slices, stack
+from core.types import LossOutput
 from models.agreement_subjects import random_batches
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
 from models.decoder.transformer import Transformer, preset
+from models.haiku_model import HaikuModel
 from models.lora import Lora
 from models.mixers.s5 import S5
 from parallel import strategies
@@ -55,6 +58,22 @@ def layouts(bound, batch_size, monkeypatch):
 
 
 FSDP, BY_FOUR = strategies.fsdp(), strategies.fsdp_tensor(tensor=4)
+
+
+class WithKey(HaikuModel):
+    """A model of one parameter whose carry is a random key."""
+
+    def sums(self, batch, *, is_training):
+        scale = logical.param("scale", (), (), jnp.ones)
+        return LossOutput(scale * jnp.sum(batch["weights"]), jnp.sum(batch["weights"]), {})
+
+    def init_carry(self, batch):
+        return {"key": jax.random.key(0)}
+
+
+def test_a_random_key_in_the_carry_is_refused_before_it_would_have_to_be_saved():
+    with pytest.raises(ValueError, match=r"the carry of WithKey has a random key .*jax\.random\.key_data"):
+        bind(FSDP, "v4-8").program(WithKey(), ADAMW, batch_spec(8), seed=0)
 
 
 @pytest.mark.covers("D01", "D02")

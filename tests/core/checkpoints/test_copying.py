@@ -2,6 +2,7 @@
 
 import math
 import os
+import pathlib
 import shutil
 
 import jax
@@ -27,6 +28,12 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def run(saved, tmp_path):
     return paths.resolve(shutil.copytree(saved, tmp_path / "run"))
+
+
+def damage(place, step=9):
+    state = pathlib.Path(place) / "checkpoints" / str(step) / "state"
+    for file in state.rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:-1])
 
 
 def intact(place):
@@ -268,6 +275,25 @@ def test_a_damaged_copy_is_passed_over_and_replaced_when_its_step_is_saved_again
     again.close()
     copier.copy_newest()
     assert intact(place) == [7, 9]
+
+
+def test_an_intact_copy_takes_the_place_of_a_damaged_step(run, tmp_path):
+    """Otherwise training would go back a step, and then remove the copy as one that it could not use."""
+    place, said = tmp_path / "kept", []
+    copying.Copying(str(run), str(place), keep=2, say=print).copy_newest()
+    fetching = copying.Fetching(str(run), str(place), say=said.append)
+    folder = str(run / "checkpoints")
+    layout = {"params": {"w": jax.ShapeDtypeStruct((1000,), np.float32, sharding=jax.device_put(0.0).sharding)}}
+    for _ in range(2):
+        damage(run)
+        step, state, *_ = store.Checkpoints(folder, keep=9, fetch=fetching.in_place_of).restore_newest(layout)
+        assert (step, float(state["params"]["w"][0])) == (9, 9.0)
+    assert len(said) == 2
+    assert steps.complete(run / "checkpoints") == [3, 7, 9]
+    assert len([left for left in steps.leftovers(run / "checkpoints") if left.what == "damaged"]) == 2
+    damage(run)
+    damage(place)
+    assert store.Checkpoints(folder, keep=9, fetch=fetching.in_place_of).restore_newest(layout)[0] == 7
 
 
 def test_a_damaged_copy_of_a_later_step_is_not_kept_in_place_of_a_good_one(run, tmp_path):

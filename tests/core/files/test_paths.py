@@ -1,5 +1,6 @@
 import errno
 import os
+import pathlib
 import resource
 import uuid
 
@@ -58,6 +59,33 @@ def test_a_text_is_replaced_whole(tmp_path):
     assert path.read_text() == "two"
     assert path.stat().st_ino != before  # Never written in place.
     assert [file.name for file in path.parent.iterdir()] == ["config.gin"]
+
+
+def test_files_that_vanish_while_they_are_listed_have_no_size(tmp_path, monkeypatch):
+    for name in ("a/kept", "a/gone", "b/kept"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("12")
+    stat = pathlib.Path.stat
+
+    def removed_meanwhile(self, **how):
+        if self.name == "gone":
+            raise FileNotFoundError(self)
+        return stat(self, **how)
+
+    monkeypatch.setattr(pathlib.Path, "stat", removed_meanwhile)
+    assert paths.sizes(paths.resolve(tmp_path)) == {"a/kept": 2, "b/kept": 2}
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_is_created_once_where_there_are_no_hard_links(tmp_path, monkeypatch, number):
+    def refused(source, target):
+        raise OSError(number, "no hard links")
+
+    monkeypatch.setattr(os, "link", refused)
+    path = paths.resolve(tmp_path / "lock.json")
+    assert paths.write_if_unchanged(path, "one", version=None)
+    assert not paths.write_if_unchanged(path, "two", version=None)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("lock.json", "one")]
 
 
 def test_unwritable_folders_are_reported_early(tmp_path):

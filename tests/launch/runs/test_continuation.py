@@ -175,8 +175,8 @@ def evaluated(run_dir):
 
 
 def test_a_run_that_ended_in_its_last_evaluation_evaluates_at_its_next_start(tmp_path, monkeypatch):
-    def ended():
-        config = loaded(*EVALUATED)
+    def ended(*more):
+        config = loaded(*EVALUATED, *more)
         return continuation.has_ended(str(tmp_path), config.text, config.build().spans(), steps=None)
 
     original, allowed = evaluation.Evaluate.at_boundary, [3]
@@ -192,9 +192,13 @@ def test_a_run_that_ended_in_its_last_evaluation_evaluates_at_its_next_start(tmp
             start(tmp_path, *EVALUATED)
     assert (steps.complete(tmp_path / "checkpoints")[-1], evaluated(tmp_path)) == (6, [3])
     assert not ended()
+    assert not ended("LEARNING_RATE = 1e-4")
+    assert checked(tmp_path, *EVALUATED, "TOTAL_STEPS = 6").detail == "a start evaluates step 6"
     assert start(tmp_path, *EVALUATED)["validation/loss"] > 0
     assert evaluated(tmp_path) == [3, 6]
     assert ended()
+    with pytest.raises(UserError, match="nothing would be trained"):
+        ended("LEARNING_RATE = 1e-4")
 
 
 def fail_first_evaluation(monkeypatch):
@@ -293,6 +297,17 @@ def test_the_evaluation_at_the_end_of_a_phase_is_made_before_the_next_phase(tmp_
     train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=6, lock=None)
     assert asked == [3, 3, 6]
     assert evaluated(tmp_path) == [3, 6]
+
+
+def test_an_evaluation_at_the_end_of_a_phase_that_is_to_be_the_last_is_made_once(tmp_path, monkeypatch):
+    asked = fail_first_evaluation(monkeypatch)
+    config = loaded(*EVALUATED, *LONGER)
+    told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 3, "host": Host(0, 1, True)}
+    prepare = functools.partial(prepared_run.prepare_run, **told)
+    with pytest.raises(OSError, match="no such file"):
+        train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=3, lock=None)
+    assert train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=3, lock=None)
+    assert asked == [3, 3]
 
 
 def test_a_second_call_at_the_end_of_a_phase_returns_its_evaluation(tmp_path, capsys):

@@ -45,15 +45,18 @@ def load(folder, *bindings):
     return loader.load("gin/finetune.gin", bindings=(*base, *bindings), slice_name="v4-16")
 
 
-def save(folder, run, step, *bindings, text=None):
-    """Saves a step of a run, whose numbers are all that of the step; `text`: its configuration, if not the bindings."""
+def save(folder, run, step, *bindings, text=None, **more):
+    """Saves a step of a run, whose numbers are all that of the step.
+
+    `text`: its configuration, if not the bindings; `more`: further metadata.
+    """
     config = load(folder, *bindings)
     text = text or config.text
     state = config.build().bind(jax.devices()).abstract_state
     (run / "config.gin").write_text(text)
     checkpoints = Checkpoints(run / "checkpoints", keep=3)
     filled = jax.tree.map(lambda a: jax.numpy.asarray(np.full(a.shape, step, a.dtype)), state)
-    checkpoints.save(step, state=filled, data={}, meta={"config": text})
+    checkpoints.save(step, state=filled, data={}, meta={"config": text, **more})
     checkpoints.close()
 
 
@@ -78,6 +81,18 @@ def test_a_run_starts_from_the_step_that_was_checked_although_the_source_goes_on
     shutil.rmtree(source / "checkpoints" / "3")
     with pytest.raises(UserError, match=r"step 3 of .* was removed after it was chosen.*KEEP_CHECKPOINTS"):
         warm_start.first_state(run.experiment, run.program, run.initial, is_host_zero=True)
+
+
+def test_another_vocabulary_of_the_source_is_named(folder, tmp_path, capsys):
+    """Each id of the same shapes may belong to another text."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save(folder, source, 3, data_order={"vocabulary": "ab" * 32})
+    run = prepare(folder, tmp_path / "run", f"INIT_FROM = '{source}'")
+    assert f"step 3 of {source}/checkpoints had another vocabulary (sha256 {'ab' * 6}, here" in capsys.readouterr().out
+    save(folder, source, 5, data_order={"vocabulary": run.meta["data_order"]["vocabulary"]})
+    prepare(folder, tmp_path / "run", f"INIT_FROM = '{source}'")
+    assert "vocabulary" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_published", [True, False])

@@ -162,7 +162,9 @@ def test_long_conversations_are_cut_and_counted(tmp_path, tokenizer, capfd):
     with pytest.raises(UserError, match=r"none of 1 conversation has an answer .* set LENGTH higher"):
         next(make_task(path, tokenizer, num_streams=1, validation=str(path)).train(DataLayout(1, (0,), (0,)), seed=0))
     with pytest.raises(UserError, match=r"none of 1 conversation for validation has an answer .* set LENGTH higher"):
-        next(iter(make_task(path, tokenizer, num_streams=1, validation=str(path)).evaluation(DataLayout(1, (0,), (0,)))))
+        next(
+            iter(make_task(path, tokenizer, num_streams=1, validation=str(path)).evaluation(DataLayout(1, (0,), (0,))))
+        )
 
 
 @pytest.mark.parametrize(

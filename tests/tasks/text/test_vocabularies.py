@@ -76,6 +76,21 @@ def test_training_is_deterministic_and_shared(trained, tmp_path):
     assert vocabulary.hash[:12] in existing.describe()
 
 
+def test_a_vocabulary_of_other_data_is_kept_only_for_a_run_with_a_checkpoint(trained, tmp_path):
+    """An earlier start may have trained it, and then been refused."""
+    vocabulary, run_dir = trained
+    shutil.copytree(run_dir / "vocabulary", tmp_path / "vocabulary")
+    other = {"is_host_zero": True, "sample": lambda: ["zebra quartz vexing " * 200 + SAMPLE]}
+    again = vocabularies.trained_sentencepiece(320)
+    again.prepare(str(tmp_path), **other)
+    assert again.hash != vocabulary.hash
+    for part in ("state/x", "meta/x", "_CHECKPOINT_METADATA/x"):
+        (tmp_path / "checkpoints" / "3" / part).mkdir(parents=True)
+    resumed = vocabularies.trained_sentencepiece(320)
+    resumed.prepare(str(tmp_path), is_host_zero=True, sample=pytest.fail)
+    assert resumed.hash == again.hash
+
+
 def test_another_model_file_is_refused(trained, tmp_path):
     vocabulary, _ = trained
     folder = tmp_path / "vocabulary"
