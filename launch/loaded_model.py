@@ -26,7 +26,7 @@ from launch import environment, terminal
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.experiments import saved_run
-from launch.hosts import tpu_host
+from launch.hosts import machine, tpu_host
 from launch.runs import warm_start
 from models.decoder.published import families
 from parallel import strategies
@@ -324,6 +324,7 @@ def load(
     Raises:
       UserError: there is no such model, it is not supported, or it does not fit the devices.
     """
+    machine.prepare_platform()
     published_files.use_copies(None)
     if published_files.is_published(text):
         kind = families.read_config(published_files.small_files(text)).get("model_type")

@@ -15,7 +15,7 @@ from core.checkpoints.warm_start import GivenParameters
 from core.errors import UserError, check_integer
 from core.files import paths
 from core.optimizers import Optimizer, Transformation
-from core.training import scoring
+from core.training import metrics, scoring
 from core.training.run_lock import RunLock
 from core.types import Model, Params, Task
 from launch import loaded_model
@@ -28,7 +28,12 @@ from launch.runs import continuation, prepared_run, train
 from launch.runs.progress import Waiting
 from parallel.strategy import Strategy
 
-_OWN = ("slice", "total_steps", "phase")  # these follow from the devices and from `fit`, which trains all phases
+_OWN = {  # what an experiment file binds and a trainer does not take
+    "slice": "a trainer uses the devices of this process",
+    "steps": "fit(steps) takes it",
+    "total_steps": "fit(steps) takes it",
+    "phase": "fit trains all phases",
+}
 _OF_WATCHDOG = {field.name for field in dataclasses.fields(settings_groups.Health)} - {"replica_check_interval"}
 
 
@@ -82,6 +87,7 @@ class Trainer:
         for name in sorted(set(settings) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
+            hint = _OWN.get(name, hint)
             raise UserError(f"Trainer: unknown setting {name!r}: {hint}")
         if not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir):
             raise UserError(f"Trainer: run_dir = {run_dir!r}: expected a local path or gs://BUCKET/…")
@@ -116,12 +122,17 @@ class Trainer:
         self._held = None  # its parameters would take memory of the devices
         if place := self._experiment.checkpointing.checkpoint_mirror:
             copying.check_place(self.run_dir, place, hosts=1)
-        experiment = self._on_devices(total_steps=max(steps, self._experiment.total_steps))
-        experiment.require_trainable()
+        project = self._experiment.logging.wandb_project
+        metrics.require_wandb(project, run_dir=self.run_dir)
+        metrics.require_wandb_login(project)
+        if problems := self._experiment.data_problems(prepared=False):
+            raise UserError("\n".join(problems))
         with contextlib.ExitStack() as stack:
             lock = RunLock.acquire(self.run_dir, say=lambda text: print(f"note: {text}", flush=True))
             stack.callback(lock.release)
             stack.enter_context(lock.explaining())
+            experiment = self._on_devices(total_steps=max(steps, self._experiment.total_steps))
+            experiment.require_trainable()
             stack.enter_context(Waiting())
             prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.monotonic())
             return train.run_alone(experiment, prepare, self.run_dir, last_step=steps, lock=lock)

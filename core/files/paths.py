@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core import library_errors
 from core.errors import UnreachableError, UserError
@@ -236,6 +236,14 @@ def read_range(path: epath.Path, start: int, stop: int) -> bytes:
     if len(found) != stop - start:
         raise UserError(f"{path} ended after byte {start + len(found)}, expected {stop} or more: was it replaced?")
     return found
+
+
+def patterns(value: Any) -> tuple[Any, ...]:
+    """Returns a path or pattern, several or none (None or "") as a tuple, with text for path objects."""
+    if value is None or value == "":
+        return ()
+    several = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
+    return tuple(os.fspath(one) if isinstance(one, os.PathLike) else one for one in several)
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:

@@ -27,6 +27,7 @@ EXAMPLE = """launch/run generate runs/quickstart-v4-16 --prompt "import "
   launch/run generate runs/first@1000 --file prompts.jsonl --out answers.jsonl --max-tokens 200
   launch/run generate runs/first --prompt-ids 0,5,7 --slice v4-8 --simulate --gin "STRATEGY = @strategies.fsdp()" """
 
+_NO_LIMIT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _CONTINUATION, _ANSWER = 100, 500  # most new tokens after a prompt, and of an answer in a conversation
 _SHOWN = 100  # characters to which a prompt is shortened if there are several
 _EXPECTED = 'expected lines such as {"prompt": "Once"} or {"ids": [0, 5]}'
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     drawn = parser.add_mutually_exclusive_group()
     drawn.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    drawn.add_argument("--temperature", metavar="T", type=flags.positive, default=0.8, help="default: 0.8")
+    drawn.add_argument("--temperature", metavar="T", type=_temperature, default=0.8, help="default: 0.8")
     parser.add_argument("--top-k", metavar="K", type=flags.at_least(0), default=0, help="default: 0, all tokens")
     parser.add_argument("--top-p", metavar="P", type=flags.positive, default=1.0, help="default: 1")
     parser.add_argument("--min-p", metavar="P", type=float, default=0.0, help="default: 0")
@@ -81,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add(parser, "--overwrite", "--simulate", "--gin")
 
 
+def _temperature(text: str) -> float:
+    try:
+        return flags.positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; --greedy always takes the most likely token") from error
+
+
 def run(args: argparse.Namespace) -> int:
     """Continues prompts, and prints or writes the continuations; without prompts, converses.
 
@@ -89,6 +97,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("top_p", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected from 0 to 1")
+    limits = [f"--{name.replace('_', '-')}" for name, off in _NO_LIMIT.items() if getattr(args, name) != off]
+    if args.greedy and limits:
+        raise UserError(f"--greedy takes the most likely token, whatever {' and '.join(limits)}: leave one out")
     if args.json and args.out:
         raise UserError("--json prints the lines that --out writes to a file: give one of them")
     is_conversation = args.prompt is args.prompt_ids is args.file is None

@@ -6,8 +6,10 @@ will call.
 """
 
 import collections
+import collections.abc
 import difflib
 import itertools
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +30,7 @@ from launch.config.statements import (
     render,
     scoped,
 )
+from launch.config.trust import CONSTRUCTORS
 
 Scope = tuple[str, ...]
 
@@ -245,7 +248,18 @@ def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[Confi
             origin = config.origin(binding)
             feeds = f", which {binding.target}.{binding.parameter} takes," if origin is not binding else ""
             what = f"{origin.name}{feeds} has the wrong type"
-            yield origin.problem(what, actual=wrong.actual(), expected=hint_text(hint), fix=wrong.fix())
+            fix = wrong.fix() or _constructor_of(wrong.value, wrong.hint)
+            yield origin.problem(what, actual=wrong.actual(), expected=hint_text(hint), fix=fix)
+
+
+def _constructor_of(value: Any, hint: Any) -> str:
+    """Returns how to write the constructor that a text names, or a schedule that a number stands for; or ""."""
+    if isinstance(value, str):
+        homes = [module.rpartition(".")[2] for module, names in CONSTRUCTORS.items() if value in names]
+        return f"write a constructor: @{homes[0]}.{value}()" if len(homes) == 1 else ""
+    if isinstance(value, int | float) and typing.get_origin(hint) is collections.abc.Callable:
+        return f"write a constructor, such as @optimizers.constant() with optimizers.constant.value = {value!r}"
+    return ""
 
 
 def _no_effect(binding: Binding) -> ConfigProblem:

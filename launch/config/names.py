@@ -11,7 +11,7 @@ import traceback
 import types
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gin.config_parser import ImportStatement, Location
 
@@ -30,9 +30,7 @@ from launch.config.statements import (
     nearest,
     transform,
 )
-
-if TYPE_CHECKING:
-    from launch.config.trust import Trust
+from launch.config.trust import CONSTRUCTORS, Trust
 
 PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
 _EXPERIMENT = (f"{environment.PACKAGE}launch.experiment", f"{environment.PACKAGE}launch.settings")
@@ -82,7 +80,7 @@ class Names:
       own_modules: full names of imported modules that are not this project's.
     """
 
-    def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: "Trust | None" = None):
+    def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: Trust | None = None):
         """Imports the modules that the sources name.
 
         Args:
@@ -178,7 +176,10 @@ class Names:
             return f"importing {name} failed", {"actual": where_it_failed(error), **details}
         package, _, last = name.rpartition(".")
         public = self._public.get(last) or self._public.get(nearest(last, self._public))
-        fix = import_line(public) if public else "put the module next to the experiment file or on PYTHONPATH"
+        place = (
+            "start in its folder, or put that on" if self._trust else "put the module next to the experiment file or on"
+        )
+        fix = import_line(public) if public else f"{place} PYTHONPATH"
         if package and hasattr(sys.modules.get(package), last):
             fix = f"import the module, {import_line(package)}, and write {package.rpartition('.')[2]}.{last}"
         expected = did_you_mean(last, _siblings(package) or self._public)
@@ -213,7 +214,9 @@ class Names:
         symbol, _, rest = selector.partition(".")
         modules = {name: module for name, module in symbols.items() if module is not None}
         choices = {f"{name}.{member}" for name, module in modules.items() for member in _public_members(module)}
+        homes = [name for name, module in modules.items() if _defines(module, selector)]
         bare = sorted(choice for choice in choices if choice.endswith(f".{selector}"))
+        bare = [f"{home}.{selector}" for home in sorted(homes)] or bare
         choice = bare[0] if bare else nearest(selector, choices)
         fix = f"write {choice}" if choice else "import the module that has it, and write module.constructor"
         if symbol in self._public and rest:
@@ -251,11 +254,20 @@ def _public_members(module: types.ModuleType) -> list[str]:
     return [name for name, member in constructors.items() if str(member.__module__).split(".")[0] == top]
 
 
+def _defines(module: types.ModuleType, name: str) -> bool:
+    return getattr(getattr(module, name, None), "__module__", None) == module.__name__
+
+
 @functools.cache
 def _public_modules(packages: tuple[str, ...]) -> dict[str, str]:
-    found = [f"{p}.{name}" for p in packages if importlib.import_module(p) for name in _siblings(p)]
-    names = [module.rpartition(".")[2] for module in (*found, *_EXPERIMENT)]
-    return {name: m for name, m in zip(names, (*found, *_EXPERIMENT), strict=True) if names.count(name) == 1}
+    top = [f"{p}.{name}" for p in packages if importlib.import_module(p) for name in _siblings(p)]
+    listed = [environment.PACKAGE + module for module in CONSTRUCTORS]
+    return {**_by_last_name([*listed, "optax"]), **_by_last_name([*top, *_EXPERIMENT])}
+
+
+def _by_last_name(modules: list[str]) -> dict[str, str]:
+    names = [module.rpartition(".")[2] for module in modules]
+    return {name: m for name, m in zip(names, modules, strict=True) if names.count(name) == 1}
 
 
 def _siblings(package: str) -> list[str]:

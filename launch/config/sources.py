@@ -25,6 +25,7 @@ Statement: TypeAlias = Binding | ImportStatement | IncludeStatement
 ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # TypeError: an unhashable key of a dictionary
 _FEW_ERRORS = 3  # a text with more is not gin, unless it is a .gin file of which most parses
 _OTHER_SIGN = re.compile(r"(?P<name>[\w./]+) *(?P<sign>:=?|==) *(?P<value>[^\s=].*)")  # as YAML and others write
+_CALL = re.compile(r"@(?P<name>[\w./]+)\((?P<arguments>[^)]+)\)")
 _IMPORTS = re.compile(r"(?:from\s+[\w.]+\s+)?import\s+[\w.]+\s*,")
 _EXPLANATIONS = {
     "Unable to parse value": (
@@ -297,6 +298,9 @@ def _explanation(error: Exception, piece: str, *, line: str) -> tuple[str, str]:
     if written := _OTHER_SIGN.match(line):
         what = f"gin writes = between a name and its value, not {written['sign']}"
         return what, f"{written['name']} = {written['value']}"
+    if called := _CALL.search(line):
+        what = "a constructor is written without arguments"
+        return what, f"@{called['name']}(), and on a line of its own: {called['name']}.{called['arguments']}"
     if _IMPORTS.match(piece):
         return "a gin import statement can import one module only", "write one import statement for each"
     # Python 3.11's tokenizer stops at an unclosed string; later versions raise TokenError.

@@ -2,13 +2,16 @@
 
 An experiment file is the user's own, and may call anything. The configuration of a run can come from a stranger.
 Therefore it may name only the constructors listed here, those of optax, and those of modules that the user's command
-imports (`--gin "import MODULE"`). No constructor that is listed here may start a program; the argument `module` of
-`text.seqio` is left out unless that module may be imported.
+imports (`--gin "import MODULE"`). Importing a module of this workspace runs nothing, and is allowed. No constructor
+that is listed here may start a program; the argument `module` of `text.seqio` is left out unless that module may be
+imported.
 
 Data of `text.tfds` can import modules that are not listed here: TensorFlow Datasets imports the modules of the feature
 classes that files below `data_dir` name.
 """
 
+import contextlib
+import importlib
 from collections.abc import Collection
 
 from launch.config.signatures import Constructor
@@ -51,7 +54,7 @@ _NAMES = {
     "models.vision.tower": "VisionTower",
     "parallel.pipeline.schedules": "circular gpipe interleaved one_f_one_b zero_bubble",
     "parallel.strategies": (
-        "context data_parallel experts fsdp fsdp_tensor hsdp mesh3d multislice pipeline pipeline_data "
+        "context data_parallel experts fsdp fsdp_tensor hsdp mesh3d multislice override pipeline pipeline_data "
         "pipeline_experts pipeline_fsdp pipeline_fsdp_tensor sequence_tensor tensor zero1"
     ),
     "tasks.chunked": "rows",
@@ -63,10 +66,11 @@ _NAMES = {
     "tasks.text": "chats files huggingface mixture python_source seqio tfds tokens",
     "tasks.text.registered": "",
     "tasks.vision": "questions random_questions",
-    "tasks.text.vocabularies": "bytes named sentencepiece tokenizer trained_sentencepiece",
+    "tasks.text.vocabularies": "Bytes bytes named sentencepiece tokenizer trained_sentencepiece",
 }
 CONSTRUCTORS = {module: frozenset(names.split()) for module, names in _NAMES.items()}
 _OPTAX = "optax"
+_FOLDERS = tuple(PACKAGE + name for name in ("core", "parallel", "models", "tasks", "launch"))
 
 
 class Trust:
@@ -81,13 +85,12 @@ class Trust:
 
     def allows_import(self, module: str) -> bool:
         """Returns whether the module with this full name may be imported."""
-        own = module.removeprefix(PACKAGE)
-        return own in CONSTRUCTORS or _is_within(module, _OPTAX) or self._is_trusted(module)
+        return any(_is_within(module, one) for one in (*_FOLDERS, _OPTAX)) or self._is_trusted(module)
 
     def allows(self, constructor: Constructor) -> bool:
-        """Returns whether a constructor may be called."""
+        """Returns whether a constructor may be called: a listed one, also by the name of the module that defines it."""
         module = constructor.module
-        if constructor.name in CONSTRUCTORS.get(module.removeprefix(PACKAGE), ()) or self._is_trusted(module):
+        if self._is_trusted(module) or any(_is_of(constructor, listed) for listed in CONSTRUCTORS):
             return True
         return _is_within(module, _OPTAX) and _is_within(str(constructor.target.__module__), _OPTAX)
 
@@ -97,6 +100,14 @@ class Trust:
 
     def _is_trusted(self, module: str) -> bool:
         return any(_is_within(module, trusted) for trusted in self._modules)
+
+
+def _is_of(constructor: Constructor, module: str) -> bool:
+    if constructor.name not in CONSTRUCTORS[module]:
+        return False
+    with contextlib.suppress(ModuleNotFoundError):  # of a part that was left out
+        return getattr(importlib.import_module(PACKAGE + module), constructor.name) is constructor.target
+    return False
 
 
 def _is_within(module: str, package: str) -> bool:

@@ -249,12 +249,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--analyze reads the scores of runs, and checks have none: remove --check")
     if args.check and args.steps:
         raise UserError("--check and --steps exclude each other: a check trains no experiment")
+    files = suites.files(args.group)
     if runs and not args.simulate and args.check != "config" and not tpu_host.look().on_tpu_host:
         raise UserError(
             f"this is not a host of a TPU: run `launch/run suite {args.group} …` on every host, or add --simulate"
         )
     root = os.fspath(paths.resolve(args.run_root or environment.run_root()))
-    files = suites.files(args.group)
     entries = suites.load(
         files,
         bindings=args.gin,

@@ -139,8 +139,7 @@ def of_this_process() -> slices.Slice:
       UserError: the devices cannot be used, or belong to a slice of several hosts.
     """
     place, asked = tpu_host.look(), _asked()
-    if not jax_internals.backends_are_initialized():
-        _prepare_platform(on_tpu_host=place.on_tpu_host)
+    prepare_platform()
     try:
         device = jax.devices()[0]
     except RuntimeError as error:
@@ -159,10 +158,16 @@ def of_this_process() -> slices.Slice:
     return found
 
 
-def _prepare_platform(*, on_tpu_host: bool) -> None:
+def prepare_platform() -> None:
+    """Chooses the platform of this process, unless its devices are initialized or JAX_PLATFORMS is set.
+
+    Raises UserError if JAX would use the CPU of a machine with GPUs.
+    """
+    if jax_internals.backends_are_initialized():
+        return
     plugins = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
     asked = _asked()
-    if not (asked or on_tpu_host or plugins):
+    if not (asked or plugins or tpu_host.look().on_tpu_host):
         _require_gpus_in_use(asked)
         jax.config.update("jax_platforms", "cpu")  # without TPU and GPU, an installed libtpu would print errors
     if any("cuda" in name for name in plugins) and (not asked or {"cuda", "gpu"} & set(asked.split(","))):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from core import units
 from core.batches import BatchSpec, fingerprint_of
 from core.errors import Problem, UserError, check_integer, check_text
+from core.files import paths
 from core.types import Batches, CountsTokens, DataLayout, DefinesMetrics, OwnMetrics, can, missing
 from tasks import streams
 from tasks.text import vocabularies
@@ -519,7 +520,7 @@ def _file(vocabulary: Vocabulary) -> str | None:
 
 
 def _patterns(value: Any, name: str) -> tuple[str, ...]:
-    patterns = () if value is None or value == "" else (value,) if isinstance(value, str) else tuple(value)
+    patterns = paths.patterns(value)
     for pattern in patterns:
         check_text(pattern, where=f"text.{name}")
     return patterns

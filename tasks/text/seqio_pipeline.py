@@ -356,7 +356,7 @@ class Processes:
     def close(self) -> None:
         """Ends the processes, even while they work; a later call starts new ones."""
         for number, pool in self._pools.items():
-            if not self._last[number].done():  # it only reads, so nothing is lost
+            if number in self._last and not self._last[number].done():  # it only reads, so nothing is lost
                 with contextlib.suppress(concurrent.futures.process.BrokenProcessPool, ProcessLookupError):
                     os.kill(self._pids[number].result(), signal.SIGKILL)
             pool.shutdown(cancel_futures=True)

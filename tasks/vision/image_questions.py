@@ -552,7 +552,7 @@ class _Source:
 
 
 def _patterns(value: str | Sequence[str] | None, name: str, folder: str) -> tuple[str, ...]:
-    patterns = () if value is None or value == "" else (value,) if isinstance(value, str) else tuple(value)
+    patterns = paths.patterns(value)
     for pattern in patterns:
         check_text(pattern, where=f"vision.questions.{name}")
     return tuple(f"{folder}/{pattern}" for pattern in patterns) if folder else patterns

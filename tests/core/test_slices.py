@@ -152,6 +152,17 @@ def test_unknown_devices_are_refused_with_the_form_expected(wrong):
         slices.get(wrong)
 
 
+@pytest.mark.parametrize("wrong", ["h100", "h100-8", "gpu", "cpu"])
+def test_devices_without_their_number_are_no_tpu_slice(wrong):
+    with pytest.raises(ValueError, match=f"unknown devices '{wrong}': expected local, or KIND:DEVICES, such as h100:8"):
+        slices.get(wrong)
+
+
+def test_an_experiment_in_place_of_a_slice_is_named():
+    with pytest.raises(ValueError, match=r"'gin/quickstart\.gin' is no slice: the slice comes first"):
+        slices.get("gin/quickstart.gin")
+
+
 def test_a_gpu_that_is_not_in_the_table_is_named():
     with pytest.raises(ValueError, match=r"'NVIDIA T4' devices, which Renga does not know: .* NVIDIA L4"):
         slices.of_device_kind("NVIDIA T4", per_host=1, hosts=1)

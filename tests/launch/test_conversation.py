@@ -109,6 +109,8 @@ def test_what_a_conversation_cannot_do_is_an_error_before_weights_are_read(folde
         ("generate", without, "--prompt", "w5"): "has no tokenizer.json: give ids",
         ("generate", without, "--prompt-ids", "5,83"): "the model's are 0 to 82",
         ("generate", without, "--prompt-ids", "5", "--max-tokens", 64): "and the model has 64",
+        ("generate", folder, "--prompt", "w5", "--temperature", 0): "; --greedy always takes the most likely token",
+        ("generate", folder, "--prompt", "w5", "--greedy", "--top-k", 3, "--min-p", 0.1): "--top-k and --min-p: leave",
     }.items():
         assert run_command(*words) == 2, words
         assert message in capsys.readouterr().err, words

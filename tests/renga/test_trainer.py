@@ -104,8 +104,10 @@ def trainer(run_dir, **changes):
         ({"run_dir": 5}, "run_dir = 5: expected a local path or gs://"),
         ({"run_dir": ""}, "run_dir = '': expected a local path or gs://"),
         ({"eval_batchs": 2}, "unknown setting 'eval_batchs': did you mean 'eval_batches'?"),
-        ({"slice": "v4-8"}, "unknown setting 'slice'"),
-        ({"phase": 1}, "unknown setting 'phase'"),
+        ({"slice": "v4-8"}, "unknown setting 'slice': a trainer uses the devices of this process"),
+        ({"phase": 1}, "unknown setting 'phase': fit trains all phases"),
+        ({"total_steps": 100}, "unknown setting 'total_steps': fit(steps) takes it"),
+        ({"steps": 100}, "unknown setting 'steps': fit(steps) takes it"),
         ({"step_limit_seconds": 5.0}, "step_limit_seconds = 5.0: nothing watches a process of Trainer"),
         ({"compile_limit_seconds": 5.0}, "compile_limit_seconds = 5.0: nothing watches a process of Trainer"),
         ({"heartbeat_timeout_seconds": None}, "heartbeat_timeout_seconds = None: nothing watches a process of"),
@@ -231,6 +233,18 @@ def test_a_mirror_that_cannot_be_used_is_refused_before_a_device_is_used(tmp_pat
     with pytest.raises(UserError, match="checkpoints are copied from a local run directory to another place"):
         trainer(tmp_path / "run", checkpoint_mirror=str(tmp_path / "run")).fit(1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_and_missing_data_are_found_before_a_device_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(renga.trainer.machine, "of_this_process", lambda: pytest.fail("a device was used"))
+    held = RunLock.acquire(str(tmp_path / "run"), say=print)
+    with pytest.raises(UserError, match="is in use by another launch"):
+        trainer(tmp_path / "run").fit(1)
+    held.release()
+    absent = renga.text.files(train=tmp_path / "absent.txt", length=16, num_streams=8)
+    with pytest.raises(UserError, match=r"absent\.txt"):
+        trainer(tmp_path / "run", task=absent).fit(1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_copies_that_differ_end_the_training_without_a_checkpoint_of_them(tmp_path, monkeypatch):

@@ -652,6 +652,35 @@ def test_finds_the_mistake_and_nothing_else(bench, name):
     assert error.value.problems == tuple(bench.problems())
 
 
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("STRATEGY = 'fsdp_tensor'", "write a constructor: @strategies.fsdp_tensor()"),
+        (
+            "optimizers.adamw.learning_rate = 1e-3",
+            "write a constructor, such as @optimizers.constant() with optimizers.constant.value = 0.001",
+        ),
+        (
+            "STRATEGY = @strategies.fsdp_tensor(tensor=2)",
+            "@strategies.fsdp_tensor(), and on a line of its own: strategies.fsdp_tensor.tensor=2",
+        ),
+        (
+            "transformer.Transformer.num_layers = 3",
+            "import it at the top of the file: from models.decoder import transformer",
+        ),
+        ("Logging.log_interval = 3", "write settings.Logging"),
+    ],
+)
+def test_a_fix_names_the_constructor_and_its_module(tmp_path, line, fix):
+    imports = "from core import optimizers\nfrom launch import experiment\nfrom launch import settings\n"
+    file = tmp_path / "mine.gin"
+    file.write_text(f"{imports}from parallel import strategies\ninclude 'gin/quickstart.gin'\n{line}\n")
+    with pytest.raises(ConfigError) as error:
+        config.load(str(file))
+    (problem,) = error.value.problems
+    assert problem.fix == fix
+
+
 def test_accepts_what_looks_like_a_mistake(bench):
     bench.add("""
         models.Decoder.dropout = 0

@@ -110,6 +110,29 @@ def test_the_module_of_a_task_is_trusted_like_an_import():
         assert found.build().task.corpus.asked.module == module
 
 
+@pytest.mark.parametrize(
+    "bindings",
+    [
+        [
+            "from core.optimizers import rules",
+            "from core.optimizers import schedules",
+            "OPTIMIZER = @rules.lion()",
+            "rules.lion.learning_rate = @schedules.constant()",
+            "schedules.constant.value = 1e-3",
+        ],
+        ["from launch import phases", "PHASES = (@phases.Phase(),)", "phases.Phase.after = 3"],
+        [
+            "STRATEGY = @strategies.override()",
+            "strategies.override.strategy = @strategies.fsdp()",
+            "strategies.override.rules = {'heads': None}",
+        ],
+    ],
+)
+def test_a_constructor_may_be_named_by_the_module_that_defines_it(bindings):
+    text = config.load("gin/quickstart.gin", bindings=bindings).text
+    assert config.load("runs/theirs/config.gin", text=text, trust=Trust()).text == text
+
+
 def test_constructors_of_optax_are_public():
     bindings = ["import optax", "OPTIMIZER = @optax.contrib.prodigy()"]
     text = config.load("gin/quickstart.gin", bindings=bindings).text

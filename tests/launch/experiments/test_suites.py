@@ -279,6 +279,7 @@ def test_wrong_arguments_are_refused(folder, capsys):
     assert "is not a host of a TPU" in said(str(folder))
     assert "expected a local folder" in said(str(folder), "--list", "--out", "gs://bucket/x")
     assert "did you mean 'exp10'" in said("exp1x", "--list")
+    assert "did you mean 'exp10'" in said("exp1x")
 
 
 def test_mistakes_that_fail_on_every_host_are_reported_before_anything_starts(folder, tmp_path, monkeypatch, capsys):
