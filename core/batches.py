@@ -115,6 +115,11 @@ def fingerprint_of(listing: str, content: str) -> str:
     return f"{listing}{_CONTENT}{content}"
 
 
+def listing_of(fingerprint: str) -> str:
+    """Returns a fingerprint without the hash of the content."""
+    return fingerprint.partition(_CONTENT)[0]
+
+
 def is_same_data(saved: str, now: str) -> bool:
     """Returns whether two fingerprints may be of the same data.
 

@@ -50,6 +50,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "RENGA_ALERT")
 NOT_FOR_TPUS = ("--xla_cpu_", "--xla_gpu_", "--xla_backend_optimization_level", "--xla_force_host_")
 # Suffixes of the names of run directories, by the level of a check.
 OF_CHECKS: dict[str | None, str] = {"smoke": "-smoke", "slice": "-check"}
+REHEARSAL = "rehearsal"  # a file in the directory of a smoke run, whose config.gin is of the whole experiment
 MESH_AXES = ("data", "fsdp", "tensor")  # mesh axes of strategies.mesh3d
 
 

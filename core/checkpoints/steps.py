@@ -309,6 +309,11 @@ class Description(NamedTuple):
         absent = frozenset(self.left_out.arrays if self.left_out else ())
         return {name: entry for name, entry in self.content.items() if name not in absent}
 
+    def without(self, entry: str) -> Description:
+        """Returns the description without the arrays of an entry of the state."""
+        kept = {name: about for name, about in self.content.items() if name.partition("/")[0] != entry}
+        return self._replace(content=kept)
+
     @property
     def seals_positions(self) -> bool:
         """Whether the metadata has a digest of every data position."""

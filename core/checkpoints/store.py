@@ -239,13 +239,14 @@ class Checkpoints:
                     print(f"checkpoint {step} is damaged ({said}); it is {aside.name} now", flush=True)
         distributed.barrier(f"checkpoints/{max(damaged)} aside", timeout_seconds=reading.SLOW_SECONDS)
 
-    def _attempt(self, step: int, abstract_state: Any) -> tuple[Any, str]:
+    def _attempt(self, step: int, abstract_state: Any, *, unread: str = "") -> tuple[Any, str]:
         """Restores a step; returns the result, and the damage or "", equal on all hosts."""
         reading.require_shardings(abstract_state)
         folder = self._directory / str(step)
         described, said = self._read(step, lambda: steps.read(folder))
         if said:
             return None, said
+        described = described.without(unread) if unread else described
         self._require_same_tree(step, described, abstract_state)
         left_out = described.left_out
         source = self._opened(step, left_out) if left_out else None
@@ -284,13 +285,18 @@ class Checkpoints:
                 f"damaged: {error}. It is left as it is; mend what is said and start again"
             ) from error
 
-    def restore_if_there(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
-        """Restores a step for evaluation; returns None on every host if it does not exist."""
+    def restore_if_there(
+        self, step: int, abstract_state: Any, *, unread: str = ""
+    ) -> tuple[Any, dict[str, bytes], dict[str, Any]] | None:
+        """Restores a step for evaluation; returns None on every host if it does not exist.
+
+        `unread`: the entry of the state that `abstract_state` lacks, such as the carry of the rows of a training batch.
+        """
         if not self._is_there(step):
             return None
         unreadable, restored, said = None, None, ""
         try:
-            restored, said = self._attempt(step, abstract_state)
+            restored, said = self._attempt(step, abstract_state, unread=unread)
         except UnreadableError as error:
             unreadable = error
         if restored is not None:

@@ -143,7 +143,8 @@ class Scores:
           UserError: there are no held-out rows, or cached hidden states do not fit.
         """
         with activity.enter(activity.RESTORING):
-            restored = checkpoints.restore_if_there(step, program.abstract_state)
+            layout_of_state = program.abstract_state._replace(carry=())  # it belongs to the rows of a training batch
+            restored = checkpoints.restore_if_there(step, layout_of_state, unread="carry")
         if restored is None:
             return False
         state, _, meta = restored

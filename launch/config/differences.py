@@ -8,6 +8,7 @@ from launch.config.loader import Settings, declared_text, parse
 from launch.config.names import OURS
 from launch.config.statements import render
 
+_MOST_TEXTS = 1024  # kept: a suite compares each experiment with each run
 _MOST_CHARACTERS = 160  # characters of a value in a message
 _SPELLING = ("text.python_source", "text.seqio")
 
@@ -60,14 +61,19 @@ def is_same(before: str, after: str, *, ignoring: Collection[str] = ()) -> bool:
     """
     if before == after:
         return True
-    old, new = (parse(text).imports for text in (before, after))
+    old, new = (_imports(text) for text in (before, after))
     both = old.keys() & new.keys()
     if any(symbol in both or not module.startswith(OURS) for symbol, module in old.items() ^ new.items()):
         return False
     return all(one.name in ignoring for one in between(before, after))
 
 
-@functools.lru_cache(maxsize=256)  # a suite compares each experiment with each run
+@functools.lru_cache(maxsize=_MOST_TEXTS)
+def _imports(text: str) -> Mapping[str, str]:
+    return parse(text).imports
+
+
+@functools.lru_cache(maxsize=_MOST_TEXTS)
 def _values(text: str) -> Mapping[str, str]:
     if values := _rendered(parse(text)):
         return values

@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import functools
 import io
 import math
 import os
@@ -16,8 +15,8 @@ import jax
 from rich import box
 from rich.table import Table
 
-from core import extras, logical, parameters, slices, units
-from core.batches import Field, batch_shapes
+from core import extras, identity, logical, parameters, slices, units
+from core.batches import batch_shapes
 from core.errors import UserError
 from core.files import paths
 from core.training import metrics, supervise
@@ -154,15 +153,17 @@ def _row(entry: Entry, told: Sequence[str], said: str, found: metrics.RunMetrics
 
 def trained_parameters(run: Experiment) -> int:
     """Counts trained parameters, without those of kind "table", of which a step uses few rows."""
-    model: Any = run.model  # `Field` is a frozen dataclass, so it is hashable
-    return _trained_parameters(model, tuple(run.task.spec(run.task.num_streams).items()), tuple(run.frozen))
+    spec = run.task.spec(run.task.num_streams)
+    key = identity.text([run.model, spec, list(run.frozen)])
+    if key not in _COUNTED:
+        shapes, specs = logical.abstract_init(run.model.init, jax.random.key(0), batch_shapes(spec))
+        every = zip(*map(jax.tree.leaves, (shapes, specs, parameters.matches(specs, run.frozen))), strict=True)
+        trained = [a for a, s, is_frozen in every if s.trainable and s.kind != "table" and not is_frozen]
+        _COUNTED[key] = sum(math.prod(array.shape) for array in trained)
+    return _COUNTED[key]
 
 
-@functools.cache
-def _trained_parameters(model: Model, fields: tuple[tuple[str, Field], ...], frozen: tuple[str, ...]) -> int:
-    shapes, specs = logical.abstract_init(model.init, jax.random.key(0), batch_shapes(dict(fields)))
-    every = zip(*map(jax.tree.leaves, (shapes, specs, parameters.matches(specs, frozen))), strict=True)
-    return sum(math.prod(a.shape) for a, s, is_frozen in every if s.trainable and s.kind != "table" and not is_frozen)
+_COUNTED: dict[str, int] = {}  # of experiments with equal models, of which a suite has many
 
 
 def depth(model: Model) -> int | None:

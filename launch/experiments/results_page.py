@@ -53,7 +53,7 @@ def _charts(table: Sequence[ResultRow], score: str) -> list[str]:
     for column, quantity, x_label, scale in _CHARTS:
         if rows := varying(scored, column):
             figure, axes = _axes(f"{name} and {quantity}", x_label)
-            axes.set_xscale(scale)
+            axes.set_xscale("symlog" if scale == "log" and any(row[column] == 0 for row in rows) else scale)
             for group in dict.fromkeys(row["group"] for row in rows):
                 points = [(row[column], row[score]) for row in rows if row["group"] == group]
                 across, up = zip(*points, strict=True)

@@ -122,6 +122,18 @@ def config(run_dir: str) -> str | None:
     return file.read_text() if file.exists() else None
 
 
+def configuration(run_dir: str) -> tuple[str | None, str]:
+    """Returns the text of the run's file CONFIG, or None and why it cannot be compared ("" if there is none)."""
+    try:
+        text = config(run_dir)
+        if text is None or text.startswith(OF_PYTHON):
+            return None, "" if text is None else "it contains a run of renga.Trainer"
+        loader.parse(text)
+    except sources.ERRORS as error:
+        return None, f"its {CONFIG} is no configuration: {error}"
+    return text, ""
+
+
 def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()) -> dict[str, list[str]]:
     """Returns, for each of the configurations `texts`, the directories of runs with it.
 
@@ -132,11 +144,11 @@ def find_runs(root: str, texts: Iterable[str], *, ignoring: Collection[str] = ()
     folder = paths.resolve(root)
     forms = (f"*/{CONFIG}", f"*/*/{CONFIG}") if folder.exists() else ()
     for file in sorted(file for form in forms for file in folder.glob(form)):
-        try:
-            saved = file.read_text()
-            loader.parse(saved)
-        except sources.ERRORS as error:  # UserError and UnicodeDecodeError are ValueErrors
-            print(f"left out: {file} is no configuration: {error}", file=sys.stderr)
+        if (file.parent / environment.REHEARSAL).exists():  # of a small model with this configuration
+            continue
+        saved, why_not = configuration(str(file.parent))
+        if saved is None:
+            print(f"left out: {file.parent}: {why_not}", file=sys.stderr)
             continue
         for text, runs in found.items():
             if differences.is_same(saved, text, ignoring=ignoring):

@@ -40,7 +40,7 @@ class State(enum.Enum):
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
-    REFUSED = "refused"  # its directory contains another experiment
+    REFUSED = "refused"  # its directory contains something else
     UNFINISHED = "unfinished"  # a run before its last step
     MISSING = "not run"
 
@@ -83,9 +83,9 @@ def files(group: str) -> list[Path]:
 
     `all` stands for the groups with the prefixes NUMBERED. Raises UserError if there is no such group.
     """
-    if "/" in group or Path(group).is_dir():
-        return _of_folder(Path(group))
     known = groups()
+    if group not in (*known, "all") and ("/" in group or Path(group).is_dir()):
+        return _of_folder(Path(group))
     prefix = NUMBERED if group == "all" else group
     chosen = [group] if group in known else [name for name in known if name.startswith(prefix)]
     if not chosen:
@@ -229,7 +229,8 @@ class Suite:
 
         With `mode.check`, it marks none.
         """
-        found = {} if self.mode.check else saved_run.find_runs(self._root, [entry.text for entry in self.entries])
+        texts = [] if self.mode.check else [entry.text for entry in self.entries]
+        found = saved_run.find_runs(self._root, texts, ignoring=LOCATION)
         for entry in self.entries:
             if entry.same_as:
                 self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
@@ -238,10 +239,10 @@ class Suite:
 
     def _find_done(self, entry: Entry, elsewhere: Sequence[str]) -> None:
         for run_dir in (entry.run_dir, *elsewhere):
-            saved = saved_run.config(run_dir)
+            saved, _ = saved_run.configuration(run_dir)
             if (
                 saved is not None
-                and differences.is_same(saved, entry.text)
+                and differences.is_same(saved, entry.text, ignoring=LOCATION)
                 and has_ended(run_dir, entry.experiment, last_step=self.mode.last_step(entry))
             ):
                 same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
@@ -249,11 +250,11 @@ class Suite:
                 self.status[entry.id] = Status(State.DONE, text)
                 self.run_dirs[entry.id] = run_dir
                 return
-        existing = saved_run.config(entry.run_dir)
-        if existing is not None and not differences.is_same(existing, entry.text):
-            said = f"refused: {entry.run_dir} contains another experiment ({difference(existing, entry.text)})"
-            said += ". Give another --run-root, or remove that directory"
-            self.status[entry.id] = Status(State.REFUSED, said)
+        existing, why_not = saved_run.configuration(entry.run_dir)
+        if existing is not None and not differences.is_same(existing, entry.text, ignoring=LOCATION):
+            why_not = f"it contains another experiment ({difference(existing, entry.text)})"
+        if why_not:
+            self.status[entry.id] = _refused(entry.run_dir, why_not)
 
     def gather(self) -> None:
         """Finds existing runs of the experiments, with any SLICE and DATA.
@@ -263,8 +264,11 @@ class Suite:
         found = saved_run.find_runs(self._root, [e.text for e in self.entries], ignoring=LOCATION)
         for number, entry in enumerate(self.entries):
             places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *found[entry.text])
-            texts = ((place, saved_run.config(place)) for place in places)
-            run_dir, saved = next(((place, text) for place, text in texts if text is not None), ("", ""))
+            texts = {place: saved_run.configuration(place) for place in dict.fromkeys(places)}
+            run_dir, saved = next(((place, text) for place, (text, _) in texts.items() if text is not None), ("", ""))
+            if not run_dir and (why_not := texts[entry.run_dir][1]):
+                self.status[entry.id] = _refused(entry.run_dir, why_not)
+                continue
             if not run_dir:
                 self.status[entry.id] = Status(State.MISSING, State.MISSING.value)
                 continue
@@ -335,6 +339,10 @@ def has_ended(run_dir: str, experiment: Experiment, *, last_step: int) -> bool:
     if found.step == last_step and not continuation.is_evaluated(run_dir, experiment, last_step):
         return False
     return not (folder.exists() and any(folder.iterdir())) or max(steps.complete(folder), default=0) >= last_step
+
+
+def _refused(run_dir: str, why: str) -> Status:
+    return Status(State.REFUSED, f"refused: {run_dir}: {why}. Give another --run-root")
 
 
 def difference(existing: str, wanted: str) -> str:

@@ -19,10 +19,11 @@ from core import logical, platforms, slices, step, units, wrappers
 from core.batches import has_tokens
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
+from core.files import paths
 from core.hosts import distributed
 from core.training import trainer
 from core.types import CouplesRows, DataLayout, HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
-from launch import session
+from launch import environment, session
 from launch.experiment import Experiment, Span
 from launch.runs.prepared_run import Run
 from launch.settings import Evaluation, Initialization, Logging
@@ -33,7 +34,7 @@ from tasks.sampled import SampledTask
 from tasks.streams import BATCH_DTYPES
 
 STEPS = 20
-LENGTH = 128  # the smallest row length that the splash kernel supports
+LENGTH = 128  # the smallest length of a row, or of a piece of it, that the splash kernel supports
 _ROWS = 4  # rows for comparing the losses of a whole and a divided batch
 _MOST_PARAMETERS = 20_000_000  # models without `shrink` that are larger are not compared
 
@@ -58,7 +59,10 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         name: math.lcm(*(strategy.multiple_of(*place, name) for place in places)) for name in logical.all_axes()
     }
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
-    length = math.lcm(LENGTH, multiples["length"]) if shrinks else experiment.row_length
+    tiles = math.lcm(
+        *(strategy.row_pieces(place[0], strategy.resolve(*place)) for place in places)
+    )  # one in each piece
+    length = math.lcm(LENGTH * tiles, multiples["length"]) if shrinks else experiment.row_length
     task = _small_task(experiment.task, model, streams=rows, length=length, partly=partly)
     return dataclasses.replace(
         experiment,
@@ -181,6 +185,8 @@ def rehearse_phases(spans: Sequence[Span], prepare: Callable[..., Run], run_dir:
     `prepare(span, run_dir=…)` returns the run of a phase.
     """
     folder = attempt(run_dir)
+    if distributed.is_host_zero():
+        paths.write_text_atomically(paths.resolve(folder) / environment.REHEARSAL, "")
     for span in spans:
         rehearse(prepare(span, run_dir=folder))
 

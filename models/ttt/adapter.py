@@ -294,7 +294,7 @@ class AdaptedDecoder:
     def shrink(self, multiples: Mapping[str, int]) -> AdaptedDecoder:
         """Returns a small model of this kind."""
         base, layer_ = self.base.shrink(multiples), self.layer.shrink(multiples)
-        chunk = layer_.mini_batch * max(min(self.chunk, 64) // layer_.mini_batch, 1)
+        chunk = max(2 ** (min(self.chunk, 64).bit_length() - 1), layer_.mini_batch)
         positions = self.loss_positions and min(self.loss_positions, chunk)
         return dataclasses.replace(self, base=base, layer=layer_, chunk=chunk, loss_positions=positions)
 

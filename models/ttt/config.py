@@ -66,7 +66,7 @@ class TTTConfig:
     def shrink(self, multiples: Mapping[str, int]) -> TTTConfig:
         """Returns the settings of a small layer."""
         head_dim = math.lcm(8, multiples["head_dim"])
-        mini_batch = min(self.mini_batch, 16)
+        mini_batch = 2 ** (min(self.mini_batch, 16).bit_length() - 1)  # divides the positions of a smoke run
         return dataclasses.replace(self, num_heads=multiples["heads"], head_dim=head_dim, mini_batch=mini_batch)
 
     @property

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from core.batches import fingerprint_of
 from core.errors import UserError
 from core.files import paths
 
@@ -29,6 +30,7 @@ ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_ind
 IDENTIFIERS, METADATA = "identifiers.json", "dataset.json"
 _CHECKED_AT_ONCE = 2**16  # number of examples that are hashed
 _FINGERPRINT_EXAMPLES = 1000
+_UNEVEN = 7919  # a prime, so that steps between examples are no multiples of the examples of a puzzle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,15 +207,22 @@ def _ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(splits: Iterable[Split]) -> str:
-    """Returns a hash of the metadata, the index arrays, and some of the examples."""
-    digest = hashlib.sha256()
+    """Returns hashes of the metadata, the index arrays, and some of the examples (`core.batches.fingerprint_of`).
+
+    The first is of examples in equal steps, which are the originals alone if the copies of each fit between two steps.
+    """
+    digest, content = hashlib.sha256(), hashlib.sha256()
     for found in splits:
         digest.update(json.dumps(dataclasses.asdict(found.metadata), sort_keys=True).encode())
         stride = max(1, found.num_examples // _FINGERPRINT_EXAMPLES)
         spread = (found.inputs[::stride], found.labels[::stride])
         for array in (*spread, found.puzzle_identifiers, found.puzzle_indices, found.group_indices):
             digest.update(np.ascontiguousarray(array, np.int64).tobytes())
-    return digest.hexdigest()
+        numbers, count = np.arange(_FINGERPRINT_EXAMPLES), max(found.num_examples, 1)
+        uneven = np.unique((numbers * count // _FINGERPRINT_EXAMPLES + numbers * _UNEVEN) % count)
+        for array in (found.inputs, found.labels):
+            content.update(np.ascontiguousarray(array[uneven] if len(array) else array, np.int64).tobytes())
+    return fingerprint_of(digest.hexdigest(), f"examples:{content.hexdigest()}")
 
 
 def _read_array(file: paths.Path) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from core import identity
-from core.batches import BatchSpec, Field
+from core.batches import BatchSpec, Field, listing_of
 from core.errors import Problem, UserError
 from core.files import paths
 from core.types import IGNORED, Batches, DataLayout, Model, can
@@ -343,7 +343,7 @@ class PuzzleTask:
             spec=self.spec(layout.batch_size),
             num_streams=1,
             open_stream=lambda index, rows: PuzzleStream(split, visits(rows)),
-            identity={"source": self.fingerprint(), "epochs": self.epochs_per_iteration, **identity},
+            identity={"source": listing_of(self.fingerprint()), "epochs": self.epochs_per_iteration, **identity},
         )
 
 

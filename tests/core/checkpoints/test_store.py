@@ -213,6 +213,16 @@ def test_reading_removes_nothing(opened, state, tmp_path):
     assert sorted(folder.rglob("*")) == before
 
 
+def test_an_evaluation_does_not_read_the_carry_whatever_its_rows(opened, state):
+    writer = opened()
+    writer.save(3, state=state._replace(carry={"z": state.params["decoder/linear"]["w"]}), data={}, meta={})
+    writer.close()
+    reader = opened(read_only=True)
+    assert_same(reader.restore_if_there(3, abstract(state), unread="carry")[0], state)
+    with pytest.raises(ValueError, match="does not fit this model and optimizer"):
+        reader.restore_if_there(3, abstract(state))
+
+
 def test_a_removed_step_is_none_and_an_unreadable_one_an_error(opened, state, tmp_path, monkeypatch):
     writer = opened()
     for step in (1, 2, 3):

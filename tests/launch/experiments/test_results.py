@@ -183,6 +183,15 @@ def test_a_quantity_that_varies_by_less_than_a_hundredth_is_not_drawn():
     assert results_page.varying(rows, "eflop") == []
 
 
+def test_a_chart_shows_an_experiment_without_copies():
+    base = {"group": "exp", "score": "exact_accuracy", "same_as": "", "curve": [], "parameters": 5, "depth": 2}
+    base |= {"puzzles": None, "batch": 8, "eflop": None}
+    named = {"none": 0, "ten": 10, "hundred": 100}
+    rows = [{**base, "experiment": n, "copies": c, "run": n, "exact_accuracy": 0.5} for n, c in named.items()]
+    (chart,) = results_page.charts(rows)
+    assert not [name for name in named if f">{name}<" not in chart]
+
+
 def test_a_chart_shows_the_groups_that_vary_its_quantity():
     def row(group, name, puzzles, run, same_as=""):
         return {"group": group, "experiment": name, "puzzles": puzzles, "run": run, "same_as": same_as}

@@ -13,7 +13,9 @@ import pytest
 from core.hosts import exit_codes
 from core.training import metrics
 from launch import __main__ as main
+from launch import environment
 from launch.config import differences
+from launch.experiment import OF_PYTHON
 from launch.experiments import results, suites
 from launch.experiments import results as command
 from launch.experiments.suites import State
@@ -119,6 +121,14 @@ def test_an_experiment_done_in_another_group_is_not_repeated(suite, folder, tmp_
     assert there.status["other/z"].text == f"already done in {root}/b-v4-8"
 
 
+def test_a_smoke_run_is_not_the_run_of_its_experiment(suite, tmp_path):
+    suite().run()
+    (tmp_path / "runs" / "mine" / "b").rename(tmp_path / "runs" / "b-v4-8")
+    assert texts(suite())["mine/b"].startswith("already done in")
+    (tmp_path / "runs" / "b-v4-8" / environment.REHEARSAL).write_text("")
+    assert texts(suite())["mine/b"] == "waiting"
+
+
 def test_a_run_before_its_last_step_is_not_done(suite):
     short = suite(Fake(steps=3))
     short.run()
@@ -148,6 +158,35 @@ def test_a_directory_of_another_experiment_is_refused(suite):
     assert state == State.REFUSED
     assert "contains another experiment (EVAL_INTERVAL = 3, was 2). Give another --run-root" in said
     assert changed.run() == 1
+
+
+def test_a_run_on_another_slice_is_of_the_same_experiment(suite):
+    suite(slice_name="v4-8").run()
+    assert texts(suite(slice_name="v4-16"))["mine/b"] == "already done"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("X = (1,", "its config.gin is no configuration: "), (OF_PYTHON + "\n", "it contains a run of renga.Trainer.")],
+)
+def test_a_directory_with_a_configuration_that_cannot_be_compared_is_refused_alone(suite, tmp_path, content, why):
+    for name in ("a", "b"):
+        (tmp_path / "runs" / "mine" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "a" / "config.gin").write_text(content)
+    made = suite()
+    assert [made.status[f"mine/{name}"].state for name in "ab"] == [State.REFUSED, State.WAITING]
+    assert why in made.status["mine/a"].text
+    made.gather()
+    assert [made.status[f"mine/{name}"].state for name in "ab"] == [State.REFUSED, State.MISSING]
+
+
+def test_a_group_is_not_a_folder_of_the_same_name(tmp_path, monkeypatch):
+    for name in ("exp01", "all", "own"):  # as a suite makes them in its run root
+        (tmp_path / name).mkdir()
+    (tmp_path / "own" / "a.gin").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert len(suites.files("all")) > len(suites.files("exp01")) > 1
+    assert [file.name for file in suites.files("own")] == ["a.gin"]
 
 
 def test_a_duplicate_of_a_refused_experiment_has_no_scores_of_another_one(suite):
@@ -268,7 +307,7 @@ def test_an_analysis_has_every_seed_that_was_run(folder, tmp_path, capsys):
     for content in (b"this is (no gin", b"\xff", b"X = (1,", b"X = {[]: 1}"):
         (root / "elsewhere" / "a_seed7" / "config.gin").write_bytes(content)
         assert analyzed("--seeds", "1") == ["a", "b", "c"]
-        assert f"left out: {root}/elsewhere/a_seed7/config.gin is no configuration: " in capsys.readouterr().err
+        assert f"left out: {root}/elsewhere/a_seed7: its config.gin is no configuration: " in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_refused(folder, capsys):

@@ -256,10 +256,10 @@ def test_a_zero_is_not_taken_for_the_default(setting):
     ("chunk", "mini_batch", "loss_positions", "limit", "small"),
     [
         (512, 16, 128, None, (64, 16, 64)),
-        (24, 8, None, None, (24, 8, None)),
+        (24, 8, None, None, (16, 8, None)),
         (8, 4, 3, 8, (8, 4, 3)),
         (96, 24, 96, 96, (64, 16, 64)),
-        (100, 10, 70, 100, (60, 10, 60)),
+        (100, 10, 70, 100, (64, 8, 64)),
     ],
 )
 def test_small_models_of_any_chunk_are_legal(chunk, mini_batch, loss_positions, limit, small):
@@ -271,6 +271,7 @@ def test_small_models_of_any_chunk_are_legal(chunk, mini_batch, loss_positions, 
         loss_positions=loss_positions,
     ).shrink(dict.fromkeys(("kv_heads", "layers", "embed", "mlp", "heads", "head_dim", "expert"), 2))
     assert (made.chunk, made.layer.mini_batch, made.loss_positions) == small
+    assert 128 % made.chunk == 0  # the positions of a smoke run
 
 
 @pytest.mark.parametrize(

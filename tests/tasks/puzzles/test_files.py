@@ -6,6 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from core import batches
 from core.files import paths
 from tasks.puzzles import files, writing
 
@@ -159,6 +160,24 @@ def test_the_fingerprint_is_of_the_content(write_dataset):
     file = pathlib.Path(same) / "train/all__labels.npy"
     np.save(file, at((3, 3), 2)(np.load(file)))
     assert fingerprint(first) != fingerprint(same)
+
+
+def test_the_fingerprint_is_of_the_copies_too(monkeypatch):
+    """Equal steps through 20 puzzles with 9 copies each would see their originals alone."""
+
+    def split(copies):
+        rows = np.zeros((200, 4), np.int32)
+        rows[np.arange(200) % 10 != 0] = copies
+        at, puzzles = np.arange(0, 201, 10), np.arange(20)
+        sizes = {"vocab_size": 9, "seq_len": 4, "num_puzzle_identifiers": 20, "total_groups": 20}
+        about = files.Metadata(**sizes, mean_puzzle_examples=10.0, total_puzzles=20, sets=["all"])
+        return files.Split(rows, rows, puzzles, at, np.arange(21), about)
+
+    monkeypatch.setattr(files, "_FINGERPRINT_EXAMPLES", 20)
+    one, same, other = (files.fingerprint([split(copies)]) for copies in (3, 3, 4))
+    assert one == same != other
+    assert batches.listing_of(one) == batches.listing_of(other)  # what earlier versions saved
+    assert batches.is_same_data(batches.listing_of(one), one)
 
 
 @pytest.mark.parametrize(
