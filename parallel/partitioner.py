@@ -279,8 +279,9 @@ class Program:
         at = self.partitioner
         if at.pipeline:
             shapes, axes = self._abstract
-            stages, chips = at.shape["stage"], at.slice.devices
-            if found := schedules.problems(at.pipeline, shapes.params, axes.params, stages=stages, chips=chips):
+            sizes = {"stages": at.shape["stage"], "slices": at.strategy.dcn_shape.get("stage", 1)}
+            chips = at.slice.devices
+            if found := schedules.problems(at.pipeline, shapes.params, axes.params, chips=chips, **sizes):
                 raise UserError(f"strategy {at.strategy.name!r} on {at.slice.name}:\n  " + "\n  ".join(found))
         _ = self.abstract_state
 

@@ -110,6 +110,8 @@ def _own_axes_problems(own: Mapping[str, str]) -> list[str]:
 
 
 def _mesh_problems(table: str, mesh_shape: Mapping[str, int], known: Sequence[str]) -> list[str]:
+    if not isinstance(mesh_shape, Mapping):
+        return [f"{table} = {mesh_shape!r}; expected degrees of mesh axes, such as {{'fsdp': -1}}"]
     problems = []
     for axis, degree in mesh_shape.items():
         if axis not in known:
@@ -163,9 +165,11 @@ def _idle_axes(strategy: Strategy) -> list[str]:
         for v in rules.values()
         for a in logical.mesh_axes(v)
     }
+    tables = {"mesh_shape": strategy.mesh_shape, "dcn_shape": strategy.dcn_shape}
     return [
-        f"mesh_shape: {axis} = {degree}, but no rule uses {axis!r}: its {degree} chips would do the same work"
-        for axis, degree in (*strategy.mesh_shape.items(), *strategy.dcn_shape.items())
+        f"{table}: {axis} = {degree}, but no rule uses {axis!r}: its chips would do the same work"
+        for table, degrees in tables.items()
+        for axis, degree in degrees.items()
         if axis in strategy.mesh_axes
         and degree != 1
         and axis not in used

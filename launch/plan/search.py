@@ -46,6 +46,13 @@ class Question:
         """The number of tokens that the experiment, or its phase, trains on."""
         return self.num_steps * self.experiment.tokens_per_step
 
+    def as_written(self) -> tuple[LoadedConfig, Experiment]:
+        """Returns the configuration and the experiment, without the bindings of a chosen layout."""
+        if not self.num_chosen:
+            return self.config, self.experiment
+        config = loader.load(self.path, bindings=self.bindings[self.num_chosen :], slice_name=self.slice.name)
+        return config, config.build().spans()[0].experiment
+
     def steps(self, batch_size: int) -> int:
         """Returns the smallest number of steps with `batch_size` rows that train on at least `total_tokens`."""
         return -(-self.num_steps * self.experiment.batch_size // batch_size)
@@ -198,7 +205,7 @@ def options(question: Question, *, only: Sequence[str] = ()) -> list[Option]:
     judge = selection.Judge(
         trace, experiment.strategy, num_streams=experiment.task.num_streams, gather_once=experiment.gather_once
     )
-    writer = Writer(question.config, experiment)
+    writer = Writer(*question.as_written())
     remats = trace.distinct_remats(candidates.remat_of(experiment.model))
     judged = (
         judge.judge(one)
@@ -263,7 +270,7 @@ def metrics(question: Question, option: Option, record: Record | None = None) ->
         used_bytes=record.needed_bytes if record else estimate.peak_bytes,
         used_is_bound=record is not None and record.needed_is_bound,
         time=record.time if record and record.time else estimate.time,
-        bubble=record.bubble if record else estimate.bubble,
+        bubble=estimate.bubble,
         compile_seconds=record.compile_seconds if record else None,
         is_as_written=option.is_as_written,
     )

@@ -82,6 +82,11 @@ def _plan(args: argparse.Namespace, spans: Sequence[Span]) -> int:
 def _plan_one(args: argparse.Namespace) -> int:
     question = search.ask(args.experiment, slice_name=args.slice, bindings=args.gin, batch_sizes=args.batch_size)
     options = search.options(question, only=args.only)
+    if not options:
+        raise UserError(
+            f"{question.slice.name} has no layout of these strategies (--only, and what --gin binds): some need several "
+            "slices, or more chips"
+        )
     possible = [one for one in options if not one.reason]
     cannot = len(options) - len(possible)
     counted = units.counted(len(options), "candidate")
@@ -94,7 +99,8 @@ def _plan_one(args: argparse.Namespace) -> int:
         if not args.cached:
             session.compile_missing()
     except KeyboardInterrupt:
-        print("\ninterrupted; finished compilations are kept, run the same command to resume", file=sys.stderr)
+        same = "the same command" + (" without --fresh" if args.fresh else "")
+        print(f"\ninterrupted; finished compilations are kept, run {same} to resume", file=sys.stderr)
         _show(question, session, args, is_partial=True)
         return exit_codes.INTERRUPTED
     return _show(question, session, args)

@@ -70,7 +70,8 @@ def _rows_over_stages(param_rules: Rules, activation_rules: Rules, rows: int) ->
     """Context in which rows of the layers before the first stage are sharded over stages too, if they divide."""
     sizes = jax.sharding.get_abstract_mesh().shape
     over = (*logical.mesh_axes(activation_rules["batch"]), STAGE)
-    if rows % logical.shards(over, sizes) == 0:
+    automatic = tuple(axis for axis in over if axis in logical.automatic_axes())  # accumulation divided by the others
+    if rows % logical.shards(automatic, sizes) == 0:
         with logical.sharding_rules({**activation_rules, "batch": over}, param_rules):
             yield
     else:

@@ -404,12 +404,14 @@ def _check_count(schedule: str, name: str, count: int) -> None:
         raise UserError(f"{schedule}: {name} = {count!r}; expected a positive integer")
 
 
-def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int) -> list[str]:
+def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: int, slices: int = 1) -> list[str]:
     """Returns the reasons why a model cannot run as this pipeline, each with a fix.
 
     Args:
       shapes, axes: of the model's parameters.
-      chips: number of devices of the slice.
+      stages: over all slices.
+      chips: number of devices of all slices.
+      slices: number of slices over which stages extend.
     """
     found = depths(shapes, axes)
     if not found:
@@ -419,7 +421,7 @@ def problems(schedule: Schedule, shapes: Any, axes: Any, *, stages: int, chips: 
             "core.stack.layer_stack, or use a strategy without a pipeline"
         ]
     unfit = [n for n in found if not schedule.fits(n, stages)]
-    return schedule.problems(stages) + [_depth(schedule, n, stages, chips) for n in unfit]
+    return schedule.problems(stages) + [_depth(schedule, n, stages, chips, slices) for n in unfit]
 
 
 def depths(shapes: Any, axes: Any) -> list[int]:
@@ -428,13 +430,17 @@ def depths(shapes: Any, axes: Any) -> list[int]:
     return sorted({leaf.shape[0] for leaf, of in named if of.names[:1] == ("layers",)})
 
 
-def _depth(schedule: Schedule, layers: int, stages: int, chips: int) -> str:
+def _depth(schedule: Schedule, layers: int, stages: int, chips: int, slices: int) -> str:
+    """A strategy's argument `stage` is the number of stages in each slice."""
     repeats = schedule.repeats
-    fits = [str(s) for s in range(1, layers // repeats + 1) if schedule.fits(layers, s) and chips % s == 0]
+    totals = [s for s in range(slices, layers // repeats + 1, slices) if schedule.fits(layers, s) and chips % s == 0]
+    fits = [str(total // slices) for total in totals]
     times = f" x {repeats} repeats" if repeats > 1 else ""
-    other = f"stage = {' or '.join(fits)}" if fits else f"repeats that divide {layers}"
+    across = f" x {slices} slices" if slices > 1 else ""
+    fewer = f"repeats that divide {layers}" if repeats > 1 else "fewer slices"
+    other = f"stage = {' or '.join(fits)}" if fits else fewer
     return (
-        f"{schedule.name}: {layers} layers do not divide over stage = {stages}{times}; use {other}, "
+        f"{schedule.name}: {layers} layers do not divide over stage = {stages // slices}{across}{times}; use {other}, "
         f"or a multiple of {schedule.layer_unit(stages)} layers"
     )
 

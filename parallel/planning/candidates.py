@@ -215,7 +215,10 @@ def _degrees(
 def _choices(name: str, degrees: Mapping[str, int], slice: Slice, given: Given) -> Sequence[Choice | None]:
     if "schedule" not in inspect.signature(getattr(strategies, name)).parameters:
         return [None]
-    stages = degrees.get("stage", 1) * (degrees.get("slices", 1) if slice.num_slices > 1 else 1)
+    others = math.prod(degree for axis, degree in degrees.items() if axis not in ("stage", "slices") and degree > 0)
+    stage = degrees.get("stage", 1)
+    stage = slice.devices_per_slice // others if stage == -1 else stage
+    stages = stage * (degrees.get("slices", 1) if slice.num_slices > 1 else 1)
     microbatches = dict.fromkeys(n * stages for n in _MICROBATCHES_PER_STAGE)
     kinds: list[tuple[str, dict[str, int | str]]] = [
         (kind, {"save": save}) for kind in _SAVING for save in schedules.SAVES

@@ -91,8 +91,8 @@ class ShardedState:
         schedule, shapes, axes = self.pipeline, self.trace.shapes.params, self.trace.axes.params
         if schedule is None:
             return
-        sizes = {"stages": self.shape["stage"], "chips": self.trace.slice.devices}
-        if found := schedules.problems(schedule, shapes, axes, **sizes):
+        sizes = {"stages": self.shape["stage"], "slices": self.tables.dcn_shape.get("stage", 1)}
+        if found := schedules.problems(schedule, shapes, axes, chips=self.trace.slice.devices, **sizes):
             raise Refused("layers do not divide into stages", f"strategy {self.tables.name!r}: " + "; ".join(found))
 
     def _check_together(self, step: Step) -> None:

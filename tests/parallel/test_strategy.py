@@ -83,8 +83,13 @@ def test_every_factorization_of_a_slice_is_a_mesh():
         (lambda: of({}, params={"mpl": "tensor"}), "param_rules: unknown logical axis 'mpl'; did you mean mlp?"),
         (lambda: of({}, activations={"batch": "dp"}), "activation_rules: batch -> unknown mesh axis 'dp'; expected"),
         (lambda: of({}, optimizer_rules={"embed": "data"}), "optimizer_rules: no row for batch, length, .*REPLICATED"),
-        (lambda: of({"stage": 2}), "stage = 2, but no rule uses 'stage': its 2 chips would do the same work"),
-        (lambda: of({"tensor": -1}, params={"mlp": None}, activations={"mlp": None}), "but no rule uses 'tensor'"),
+        (lambda: of({"stage": 2}), "stage = 2, but no rule uses 'stage': its chips would do the same work"),
+        (lambda: of(None), "mesh_shape = None; expected degrees of mesh axes, such as {'fsdp': -1}"),
+        (
+            lambda: of({"tensor": -1}, params={"mlp": None}, activations={"mlp": None}),
+            "no rule uses 'tensor': its chips",
+        ),
+        (lambda: of({}, dcn_shape={"data": 2}, activations={"batch": None}), "dcn_shape: data = 2, but no rule uses"),
     ],
 )
 def test_tables_are_refused(make, message):

@@ -322,6 +322,7 @@ def test_rows_from_committed_records_name_their_revision(
         (["--batch-size", "0"], "--batch-size: 0: expected a whole number, at least 1"),
         (["--batch-size", "6400"], "--batch-size 6400, 1 steps for as many tokens: 1 mistake in the configuration"),
         (["--only", "fsdb"], "did you mean fsdp"),
+        (["--only", "multislice"], "v4-8 has no layout of these strategies (--only, and what --gin binds)"),
         (["--explain", "fsdp.gin"], "--explain fsdp.gin: no such file"),
         (["--write", "no/such/folder/x.gin"], "no/such/folder; create it first"),
         (["--gin", "BATCH_SIZ = 3"], "did you mean 'BATCH_SIZE'"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core import slices
 from core.batches import Field
 from core.errors import UserError
 from core.hosts import exit_codes
@@ -19,6 +20,7 @@ from launch import environment
 from launch.config import loader
 from launch.runs import smoke, train
 from parallel import strategies
+from parallel.compiled import compiling
 from tasks.sampled import SampledTask
 
 ROOT = environment.WORKSPACE
@@ -105,6 +107,14 @@ def test_the_phases_of_a_smoke_run_differ_as_those_of_the_experiment():
     assert {first.total_steps, second.total_steps} == {40}
     (only,) = smoke.shrink_phases(loader.load("gin/quickstart.gin").build())
     assert (only.last_step, only.experiment.total_steps) == (20, 20)
+
+
+def test_pieces_of_a_row_have_the_length_that_the_kernel_needs():
+    bindings = ["include 'gin/strategies/context.gin'", "transformer.Transformer.attention = 'splash'", "LENGTH = 512"]
+    whole = loader.load("gin/quickstart.gin", bindings=bindings, slice_name="v4-8").build()
+    small = smoke.shrink(whole)
+    assert small.row_length == 4 * smoke.LENGTH
+    small.bind(compiling.devices_of(slices.get("v4-8")))  # raises UserError if a length does not fit
 
 
 @pytest.mark.parametrize("loss", [0.25, math.nan])

@@ -71,6 +71,19 @@ def bind(schedule, model=Linear(), slice_name="v4-8", **options):
 
 
 @pytest.mark.parametrize(
+    ("layers", "stages", "fix"),
+    [
+        (12, 8, "12 layers do not divide over stage = 2 x 4 slices; use stage = 1, or a multiple of 8 layers"),
+        (6, 4, "6 layers do not divide over stage = 1 x 4 slices; use fewer slices, or a multiple of 4 layers"),
+    ],
+)
+def test_a_hint_counts_the_stages_of_one_slice(layers, stages, fix):
+    shapes, axes = {"w": jax.ShapeDtypeStruct((layers, 3), jnp.float32)}, {"w": logical.Axes(("layers", None))}
+    schedule = schedules.gpipe(num_microbatches=8)
+    assert schedules.problems(schedule, shapes, axes, stages=stages, chips=32, slices=4) == [f"gpipe: {fix}"]
+
+
+@pytest.mark.parametrize(
     ("schedule", "model", "message"),
     [
         (

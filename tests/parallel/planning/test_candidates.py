@@ -74,6 +74,14 @@ def test_a_strategy_enters_by_being_there(monkeypatch):
     assert {layout.degrees for layout in found} == {(("tensor", n), ("fsdp", -1)) for n in (2, 4, 8, 16)}
 
 
+def test_the_microbatches_of_the_remaining_stages_are_counted():
+    found = candidates.layouts(V4_32, only=["pipeline_fsdp"], given={"pipeline_fsdp": {"stage": -1, "fsdp": 4}})
+    assert found
+    for layout in found:
+        pipeline = layout.strategy().pipeline
+        assert (dict(layout.degrees)["stage"], pipeline.num_microbatches % 4) == (-1, 0)  # 16 chips
+
+
 def test_an_unknown_strategy_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"--only fsdb: no such strategy.*did you mean fsdp"):
         candidates.layouts(V4_32, only=["fsdb"])
