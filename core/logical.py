@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -69,9 +69,13 @@ _declared: dict[str, _Declared] = {
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The logical axis of each dimension of one array, or None; a leaf of a pytree."""
+    """The logical axis of each dimension of one array, or None; a leaf of a pytree.
+
+    `exchanged`: as in `core.parameters.ParamSpec`.
+    """
 
     names: tuple[str | None, ...]
+    exchanged: bool = False
 
     def __str__(self) -> str:
         return "(" + ", ".join(n or "-" for n in self.names) + ")"
@@ -226,6 +230,47 @@ def partition_spec(axes: Axes, rules: Rules, *, keep: Callable[[str], bool] = la
     return PartitionSpec(*entries)
 
 
+def kept_spec(axes: Axes, params: Rules, activations: Rules, manual: Collection[str]) -> PartitionSpec:
+    """Returns how a parameter stays sharded over manual mesh axes in the region where its layer runs.
+
+    It is replicated, unless its layer exchanges activations (`ParamSpec.exchanged`): then a dimension is sharded as
+    activations are, if its shards in storage are parts of these.
+
+    Args:
+      params, activations: the strategy's tables.
+    """
+
+    def kept(name: str | None) -> tuple[str, ...]:
+        stored, wanted = (
+            tuple(axis for axis in mesh_axes(row(rules, name) if name else None) if axis in manual)
+            for rules in (params, activations)
+        )
+        return wanted if axes.exchanged and stored[: len(wanted)] == wanted else ()
+
+    return PartitionSpec(*(kept(name) or None for name in axes.names))
+
+
+def _kept_here(axes: Axes) -> PartitionSpec:
+    """Returns `kept_spec` over the mesh axes that are manual where this is called."""
+    tables, mesh = _tables.value, jax.sharding.get_abstract_mesh()
+    if tables is None or mesh.empty:
+        return PartitionSpec(*[None] * len(axes.names))
+    manual = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1} - automatic_axes()
+    return kept_spec(axes, tables.params, tables.activations, manual)
+
+
+def exchanged_axes(name: str) -> tuple[str, ...]:
+    """Returns the manual mesh axes that shard this dimension of exchanged parameters, where this is called."""
+    (entry,) = _kept_here(Axes((name,), exchanged=True))
+    return mesh_axes(entry)
+
+
+def whole_shape(shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+    """Returns the shape of a parameter, given that of this chip's part in a manual region."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(size * shards(entry, sizes) for size, entry in zip(shape, _kept_here(axes), strict=True))
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains the sharding of `x` by the strategy's activation table, over automatic mesh axes.
 
@@ -336,6 +381,7 @@ def param(
     dtype: jax.typing.DTypeLike = jnp.float32,
     compute_dtype: jax.typing.DTypeLike | None = None,
     as_stored: bool = False,
+    exchanged: bool = False,
 ) -> jax.Array:
     """Creates a Haiku parameter with named axes.
 
@@ -343,7 +389,8 @@ def param(
       shape: its shape; a layer stack adds a leading dimension.
       axes: logical axis of each dimension of `shape`.
       init: called as `init(shape, dtype)`.
-      kind, in_dims, stacked, trainable: as in `core.parameters.ParamSpec`.
+      kind, in_dims, stacked, trainable, exchanged: as in `core.parameters.ParamSpec`. In a manual region, the result is
+        this chip's part of an exchanged parameter.
       dtype: stored dtype.
       compute_dtype: dtype of the result; None: `dtype`. The cast precedes any all-gather.
       as_stored: whether to return it as stored, not cast and laid out by the activation table.
@@ -357,10 +404,14 @@ def param(
         raise UserError(f"{where}: {len(names)} axes {names} for shape {tuple(shape)}")
     check_names(names, where=where)
     try:
-        spec = ParamSpec(names, kind, in_dims, stacked, trainable, jnp.dtype(dtype).name)
+        spec = ParamSpec(names, kind, in_dims, stacked, trainable, jnp.dtype(dtype).name, exchanged)
     except UserError as error:
         raise UserError(f"{where}, shape {tuple(shape)}, axes {Axes(names)}: {error}") from error
     _remember(name, spec)
+    if exchanged:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        parts = _kept_here(Axes(names, exchanged=True))
+        shape = tuple(size // shards(entry, sizes) for size, entry in zip(shape, parts, strict=True))
     with _set(_in_param, True):
         stored = hk.get_parameter(name, shape, dtype, init)
     return stored if as_stored else constrain(stored.astype(compute_dtype or dtype), *names)
@@ -510,4 +561,4 @@ def frozen(params: Params, patterns: Sequence[str], dtype: str | None = None) ->
 
 def axes_of(specs: Specs) -> Any:
     """Returns the tree of `Axes` of these parameters."""
-    return jax.tree.map(lambda spec: Axes(spec.axes), specs)
+    return jax.tree.map(lambda spec: Axes(spec.axes, spec.exchanged), specs)

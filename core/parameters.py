@@ -48,6 +48,8 @@ class ParamSpec:
       stacked: number of leading dimensions that count independent parameters, such as layers or experts.
       trainable: whether the parameter is trained; otherwise it has no optimizer state.
       dtype: stored dtype.
+      exchanged: whether its layer exchanges activations between the chips that shard it, so that it is not gathered
+        where such a layer runs in a manual region.
     """
 
     axes: tuple[str | None, ...]
@@ -56,6 +58,7 @@ class ParamSpec:
     stacked: int = 0
     trainable: bool = True
     dtype: str = "float32"
+    exchanged: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "axes", tuple(self.axes))

@@ -9,6 +9,7 @@ With `gather_once`, axes that also shard parameters (fsdp) are manual too: param
 gradients scattered after it, which takes memory for both.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from core import logical, step
-from core.logical import Axes, Rules
+from core.logical import Axes
 from core.types import Batch, LossOutput, Params
 from parallel import strategy
 from parallel.strategy import Strategy
@@ -48,17 +49,19 @@ def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.S
     """
     if not manual:
         return step.sum_gradients
-    stored = jax.tree.map(
-        lambda axes: logical.partition_spec(axes, tables.param_rules, keep=manual.__contains__),
-        param_axes,
-        is_leaf=lambda a: isinstance(a, Axes),
+    of_each = functools.partial(jax.tree.map, is_leaf=lambda a: isinstance(a, Axes))
+    stored = of_each(
+        lambda axes: logical.partition_spec(axes, tables.param_rules, keep=manual.__contains__), param_axes
+    )
+    kept = of_each(
+        lambda axes: logical.kept_spec(axes, tables.param_rules, tables.activation_rules, manual), param_axes
     )
 
     def run(grad: step.Grad, params: Params, batch: Batch, accum_steps: int) -> tuple[Params, LossOutput]:
         def local(params: Params, batch: Batch) -> tuple[Params, LossOutput]:
-            gathered = jax.tree.map(gather, params, stored)
+            gathered = jax.tree.map(gather, params, stored, kept)
             grads, out = step.sum_gradients(grad, gathered, batch, accum_steps)
-            shards = jax.tree.map(lambda g, spec: reduce(g, spec, manual), grads, stored)
+            shards = jax.tree.map(lambda g, spec, held: reduce(g, spec, held, manual), grads, stored, kept)
             return shards, jax.lax.psum(out, tuple(manual))
 
         rows = {
@@ -76,23 +79,23 @@ def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.S
     return run
 
 
-def _sharded_dimensions(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
-    return [(i, logical.mesh_axes(entry)) for i, entry in enumerate(spec) if entry is not None]
+def _gathered_dimensions(stored: PartitionSpec, kept: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+    entries = [tuple(map(logical.mesh_axes, pair)) for pair in zip(stored, kept, strict=True)]
+    return [(i, axes[len(held) :]) for i, (axes, held) in enumerate(entries) if len(axes) > len(held)]
 
 
-def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers the shards of an array along the dimensions that `spec` shards over manual axes."""
-    for dimension, axes in _sharded_dimensions(spec):
+def gather(x: jax.Array, stored: PartitionSpec, kept: PartitionSpec) -> jax.Array:
+    """Gathers the shards of an array over the manual axes of `stored` that are not in `kept`."""
+    for dimension, axes in _gathered_dimensions(stored, kept):
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x
 
 
-def reduce(x: jax.Array, spec: PartitionSpec, manual: set[str]) -> jax.Array:
-    """Sums `x` over the manual axes; dimensions that `spec` shards are scattered."""
-    sharded = _sharded_dimensions(spec)
-    for dimension, axes in sharded:
+def reduce(x: jax.Array, stored: PartitionSpec, kept: PartitionSpec, manual: set[str]) -> jax.Array:
+    """Sums `x` over the manual axes but those of `kept`, and scatters what `gather` gathers."""
+    for dimension, axes in _gathered_dimensions(stored, kept):
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
-    replicated = manual - {axis for _, axes in sharded for axis in axes}
+    replicated = manual - {axis for entry in stored for axis in logical.mesh_axes(entry)}
     return jax.lax.psum(x, tuple(replicated)) if replicated else x
 
 
@@ -101,7 +104,7 @@ def gathered_bytes(
     param_axes: Any,
     trained: Sequence[bool],
     *,
-    param_rules: Rules,
+    tables: Strategy,
     shape: Mapping[str, int],
     manual: set[str],
 ) -> int:
@@ -115,9 +118,12 @@ def gathered_bytes(
     """
 
     def extra(leaf: Any, axes: Axes, is_trained: bool) -> int:
-        spec = logical.partition_spec(axes, param_rules)
-        shards = math.prod(shape[axis] for entry in spec for axis in logical.mesh_axes(entry))
-        kept = math.prod(shape[axis] for entry in spec for axis in logical.mesh_axes(entry) if axis not in manual)
+        spec = logical.partition_spec(axes, tables.param_rules)
+        held = logical.kept_spec(axes, tables.param_rules, tables.activation_rules, manual)
+        stay = {axis for entry in held for axis in logical.mesh_axes(entry)}
+        used = [axis for entry in spec for axis in logical.mesh_axes(entry)]
+        shards = math.prod(shape[axis] for axis in used)
+        kept = math.prod(shape[axis] for axis in used if axis not in manual or axis in stay)
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         return (1 + is_trained) * (size // kept - size // shards)
 

@@ -385,7 +385,7 @@ class Program:
     def bytes_of_gathering(self, manual: set[str]) -> int:
         """Returns the bytes that a chip needs more if parameters are gathered over these mesh axes once per step."""
         at, trained = self.partitioner, [spec.trainable for spec in jax.tree.leaves(self.param_specs)]
-        by: dict[str, Any] = {"param_rules": at.strategy.param_rules, "shape": at.shape, "manual": manual}
+        by: dict[str, Any] = {"tables": at.strategy, "shape": at.shape, "manual": manual}
         return accumulation.gathered_bytes(self.abstract_state.params, self.axes.params, trained, **by)
 
     @functools.cached_property

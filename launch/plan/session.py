@@ -84,8 +84,8 @@ def _plan_one(args: argparse.Namespace) -> int:
     options = search.options(question, only=args.only)
     if not options:
         raise UserError(
-            f"{question.slice.name} has no layout of these strategies (--only, and what --gin binds): some need several "
-            "slices, or more chips"
+            f"{question.slice.name} has no layout of these strategies (--only, and what --gin binds): some need "
+            "several slices, or more chips"
         )
     possible = [one for one in options if not one.reason]
     cannot = len(options) - len(possible)

@@ -151,7 +151,10 @@ def with_routing(
 
 
 class _Layout(NamedTuple):
-    """Mesh axes of kinds of dimensions; positions are gathered over `gathered`, tokens exchanged over `exchanged`."""
+    """Mesh axes of kinds of dimensions; positions are gathered over `gathered`, tokens exchanged over `exchanged`.
+
+    `experts` has the manual axes first, over which experts and rows were divided outside of this layer.
+    """
 
     rows: Any = None
     residual: tuple[str, ...] = ()
@@ -160,6 +163,12 @@ class _Layout(NamedTuple):
     experts: tuple[str, ...] = ()
     exchanged: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
+    manual: tuple[str, ...] = ()
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The axes of experts that XLA's partitioner controls."""
+        return self.experts[len(self.manual) :]
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -175,10 +184,12 @@ def _layout() -> _Layout:
     assert of_residual is not None
     assert of_length is not None
     (rows, residual), length = of_residual, of_length[1]
+    manual = logical.exchanged_axes("expert")
     experts, _, hidden = map(logical.mesh_axes, spec)
+    experts = (*manual, *experts)
     residual, length = map(logical.mesh_axes, (residual, length))
-    shards_tokens = {*logical.mesh_axes(rows), *length}
-    at = _Layout(rows, length, (), length, experts, tuple(a for a in experts if a in shards_tokens), hidden)
+    shards_tokens = {*logical.mesh_axes(rows), *length, *manual}
+    at = _Layout(rows, length, (), length, experts, tuple(a for a in experts if a in shards_tokens), hidden, manual)
     extra = residual[len(length) :]
     if residual[: len(length)] == length and set(extra) <= set(at.summed):
         return at._replace(residual=residual, gathered=extra)
@@ -218,14 +229,14 @@ def mixture(
     if not (automatic := logical.automatic_axes()):
         return local(x, weights, real)
     tokens, hidden = PartitionSpec(at.rows, at.residual or None), at.hidden or None
-    inward = PartitionSpec(at.experts or None, None, hidden)
-    outward = PartitionSpec(at.experts or None, hidden, None)
+    of_experts = at.automatic or None
+    inward, outward = PartitionSpec(of_experts, None, hidden), PartitionSpec(of_experts, hidden, None)
     of_gate = None if weights.gate is None else inward
     vectors = (weights.correction, weights.input_scale, weights.output_scales)
     of_vectors = [None if vector is None else PartitionSpec() for vector in vectors]
     specs: Any = Weights._make((PartitionSpec(), of_gate, inward, outward, None, *of_vectors))
     if weights.biases is not None:
-        of_hidden, of_output = PartitionSpec(at.experts or None, hidden), PartitionSpec(at.experts or None)
+        of_hidden, of_output = PartitionSpec(of_experts, hidden), PartitionSpec(of_experts)
         specs = specs._replace(
             biases=(PartitionSpec(), None if weights.gate is None else of_hidden, of_hidden, of_output)
         )

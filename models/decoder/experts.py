@@ -150,9 +150,10 @@ class Experts(Part, expert_routing.Choices):
         init = hk.initializers.TruncatedNormal(d**-0.5)
         router = logical.param("router", (d, e), ("embed", None), init, kind="router")
         inward, outward = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-        gate = of.weight("gate", (e, d, f), inward, fan_in=d, stacked=1) if c.gated else None
-        up = of.weight("up", (e, d, f), inward, fan_in=d, stacked=1)
-        down = of.weight("down", (e, f, d), outward, fan_in=2 * c.num_layers * f, stacked=1)
+        own: dict[str, Any] = {"stacked": 1, "exchanged": True}
+        gate = of.weight("gate", (e, d, f), inward, fan_in=d, **own) if c.gated else None
+        up = of.weight("up", (e, d, f), inward, fan_in=d, **own)
+        down = of.weight("down", (e, f, d), outward, fan_in=2 * c.num_layers * f, **own)
         biases = self._biases(c) if self.has_biases else None
         correction = None
         if self.has_correction:
@@ -186,7 +187,7 @@ class Experts(Part, expert_routing.Choices):
         e, d, f = self.num_experts, c.embed_dim, self.width(c)
 
         def bias(name: str, width: int, axis: str) -> jax.Array:
-            how: dict[str, Any] = {"kind": "bias", "stacked": 1, "compute_dtype": c.dtype}
+            how: dict[str, Any] = {"kind": "bias", "stacked": 1, "exchanged": True, "compute_dtype": c.dtype}
             return logical.param(f"{name}_bias", (e, width), ("expert", axis), jnp.zeros, **how)
 
         router = logical.param("router_bias", (e,), (None,), jnp.zeros)

@@ -53,15 +53,17 @@ class Matrices:
         fan_in: int,
         in_dims: int = 1,
         stacked: int = 0,
+        exchanged: bool = False,
     ) -> jax.Array:
         """Returns a matrix in the compute dtype.
 
         Args:
-          name, shape, axes, in_dims, stacked: as in `core.logical.param`.
+          name, shape, axes, in_dims, stacked, exchanged: as in `core.logical.param`.
           fan_in: initial values have about the standard deviation fan_in ** -0.5.
         """
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
-        how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
+        how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "exchanged": exchanged}
+        how["compute_dtype"] = self.decoder.dtype
         if self.decoder.quantization != "none" and not stacked:  # it is laid out for computation after it is rounded
             return logical.param(name, shape, axes, init, **how, as_stored=True).astype(self.decoder.dtype)
         return logical.param(name, shape, axes, init, **how)

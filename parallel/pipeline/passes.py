@@ -50,7 +50,7 @@ class Passes:
             return Traveling(_merge(y.x), sums), gathered, jax.tree.map(lambda a: a[None], kept)
 
         fixed = layer_order.by_stages(fixed, **self._ordered)
-        specs, out_specs = (self._at.stored, P(), rows, rows), (Traveling(rows, P()), P(), rows)
+        specs, out_specs = (self._at.stored, P(), rows, rows), (Traveling(rows, P()), self._at.held, rows)
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(params, fixed, x, side)
 
     def backward(
@@ -74,7 +74,10 @@ class Passes:
             return self._reduce(grads, trained), _merge(dx)
 
         fixed = layer_order.by_stages(fixed, **self._ordered)
-        specs, out_specs = (P(), P(), rows, rows, Traveling(rows, P())), (trained.pick(self._at.stored), rows)
+        specs, out_specs = (
+            (self._at.held, P(), rows, rows, Traveling(rows, P())),
+            (trained.pick(self._at.stored), rows),
+        )
         return self._at.run(local, in_specs=specs, out_specs=out_specs)(gathered, fixed, kept, side, dy)
 
     def loss_and_gradients(

@@ -30,6 +30,7 @@ class Region(NamedTuple):
       rows: mesh axes of degree above 1 that shard rows; may be empty.
       others: the other automatic axes of degree above 1, such as `stage`.
       stored: specs of stacked parameters over `rows`.
+      held: specs over `rows` that remain when weights are gathered: those of exchanged parameters.
       kept: specs over `others`, which remain when weights are gathered.
       staged: as `kept`, but with layers over stages.
       dtypes: in which the layers compute.
@@ -39,6 +40,7 @@ class Region(NamedTuple):
     rows: tuple[str, ...]
     others: tuple[str, ...]
     stored: Any
+    held: Any
     kept: Any
     staged: Any
     dtypes: Any
@@ -69,7 +71,7 @@ class Region(NamedTuple):
         def gathered(tree: Any) -> Any:
             if self.padded != self.layers:
                 tree = jax.tree.map(lambda a, spec: layer_order.from_storage(a, spec, self.padded), tree, self.kept)
-            return jax.tree.map(accumulation.gather, then(tree), self.stored)
+            return jax.tree.map(accumulation.gather, then(tree), self.stored, self.held)
 
         return self._on_every_chip(gathered, params, in_specs=self.kept, out_specs=self.staged)
 
@@ -81,17 +83,17 @@ class Region(NamedTuple):
         """
 
         def reduced(grads: tuple) -> Any:
-            layers = [jax.tree.map(self._reduced, tree, stored) for tree in grads]
+            layers = [jax.tree.map(self._reduced, tree, stored, held) for tree in grads]
             tree = then(jax.tree.map(_interleave, *layers))
             if self.padded != self.layers:
                 tree = jax.tree.map(lambda a, spec: layer_order.to_storage(a, spec, self.layers), tree, kept)
             return tree
 
-        stored, staged, kept = map(trained.pick, (self.stored, self.staged, self.kept))
+        stored, held, staged, kept = map(trained.pick, (self.stored, self.held, self.staged, self.kept))
         return self._on_every_chip(reduced, grads, in_specs=(staged,) * len(grads), out_specs=kept)
 
-    def _reduced(self, g: jax.Array, spec: P) -> jax.Array:
-        return accumulation.reduce(g, spec, set(self.rows))
+    def _reduced(self, g: jax.Array, stored: P, held: P) -> jax.Array:
+        return accumulation.reduce(g, stored, held, set(self.rows))
 
     def _on_every_chip(self, fn: Callable, tree: Any, *, in_specs: Any, out_specs: Any) -> Any:
         """All axes are manual; otherwise XLA's partitioner replicates operands of explicit collectives."""
@@ -118,15 +120,19 @@ def region(
     rows = tuple(axis for axis in logical.mesh_axes(activation_rules["batch"]) if axis in automatic)
     others = tuple(axis for axis in automatic if axis not in rows)
 
-    named = jax.tree.map(lambda of: Axes(("layers", *of.names)), fn.axes(), is_leaf=lambda a: isinstance(a, Axes))
     is_axes = functools.partial(jax.tree.map, is_leaf=lambda a: isinstance(a, Axes))
-    stored = is_axes(lambda of, a: strategy.stored_spec(a.shape, of, param_rules, sizes), named, stacked)
+    named = is_axes(lambda of: Axes(("layers", *of.names), of.exchanged), fn.axes())
+    stored = is_axes(
+        lambda of, a: strategy.stored_spec(logical.whole_shape(a.shape, of), of, param_rules, sizes), named, stacked
+    )
+    held = is_axes(lambda of: logical.kept_spec(of, param_rules, activation_rules, rows), named)
     staged = is_axes(lambda of: logical.partition_spec(of, param_rules, keep=others.__contains__), named)
     layers = len(fn.kinds)
     return Region(
         rows=rows,
         others=others,
         stored=_only(rows, stored),
+        held=held,
         kept=_only(others, stored),
         staged=staged,
         dtypes=fn.dtypes,

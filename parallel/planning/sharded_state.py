@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -149,7 +149,7 @@ class ShardedState:
         """Returns the number of devices in a group over these mesh axes."""
         return math.prod(self.shape[axis] for axis in axes)
 
-    def shards(self, names: Sequence[str | None], table: Rules, *, without: Sequence[str] = ()) -> int:
+    def shards(self, names: Sequence[str | None], table: Rules, *, without: Collection[str] = ()) -> int:
         """Returns the number of shards of an array, not counting mesh axes in `without`."""
         return self.degree(mesh_axes(names, table) - set(without))
 
@@ -171,7 +171,7 @@ class ShardedState:
     def held_bytes(self, step: Step) -> int:
         """Returns the bytes that whole parameters and gradients take beside shards during an accumulation."""
         params, axes, held = self.trace.shapes.params, self.trace.axes.params, self.held_axes(step)
-        by: dict[str, Any] = {"param_rules": self.tables.param_rules, "shape": self.shape, "manual": held}
+        by: dict[str, Any] = {"tables": self.tables, "shape": self.shape, "manual": held}
         return accumulation.gathered_bytes(params, axes, self.trace.trained, **by) if held else 0
 
     def _bytes(self, shapes: Any, axes: Any, table: Rules) -> float:
@@ -194,6 +194,12 @@ class ShardedState:
         rows = logical.mesh_axes(self.tables.activation_rules["batch"])
         return tuple(a for a in rows if self.shape[a] > 1) if self.pipeline else ()
 
+    def _shards_in_pipeline(self, of: Axes) -> int:
+        """Returns the number of shards of a parameter after it was gathered once per step."""
+        kept = logical.kept_spec(of, self.tables.param_rules, self.tables.activation_rules, self.gathered_once)
+        stay = {axis for entry in kept for axis in logical.mesh_axes(entry)}
+        return self.shards(of.names, self.tables.param_rules, without=set(self.gathered_once) - stay)
+
     @functools.cached_property
     def gradients(self) -> float:
         """Bytes of the gradients of all trained parameters on a chip."""
@@ -202,9 +208,7 @@ class ShardedState:
         def of_one(leaf: Any, of: Axes) -> float:
             if self.runs_before_stages(of):
                 return size_bytes(leaf) / self.degree(self.stored_axes(leaf, of, table))
-            return (
-                size_bytes(leaf) * self.padding_of(leaf, of) / self.shards(of.names, table, without=self.gathered_once)
-            )
+            return size_bytes(leaf) * self.padding_of(leaf, of) / self._shards_in_pipeline(of)
 
         trained = zip(self.params, self.trace.trained, strict=True)
         return sum(of_one(leaf, of) for (leaf, of), is_trained in trained if is_trained)
@@ -218,7 +222,7 @@ class ShardedState:
             if logical.is_stacked(of.names) and (self.pipeline is None or self.runs_before_stages(of)):
                 whole = 2 * leaf.size / leaf.shape[0] / self.shards(of.names, used)
             else:
-                whole = leaf.size / self.shards(of.names, stored, without=self.gathered_once)
+                whole = leaf.size / self._shards_in_pipeline(of)
                 whole *= self.padding_of(leaf, of)
             if self.pipeline or self.shards(of.names, stored) > 1:
                 total += whole * self.trace.itemsize

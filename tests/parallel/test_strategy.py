@@ -89,7 +89,7 @@ def test_every_factorization_of_a_slice_is_a_mesh():
             lambda: of({"tensor": -1}, params={"mlp": None}, activations={"mlp": None}),
             "no rule uses 'tensor': its chips",
         ),
-        (lambda: of({}, dcn_shape={"data": 2}, activations={"batch": None}), "dcn_shape: data = 2, but no rule uses"),
+        (lambda: of({}, dcn_shape={"stage": 2}), "dcn_shape: stage = 2, but no rule uses 'stage': its chips"),
     ],
 )
 def test_tables_are_refused(make, message):
