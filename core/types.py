@@ -313,6 +313,16 @@ class CountsFlops(Protocol):
         """Returns training FLOPs per token in rows of `length` tokens, without recomputation."""
 
 
+class CountsRunFlops(Protocol):
+    """A model whose FLOPs per step change during training.
+
+    Enables: the MFU of each step, and the FLOPs of a run in the tables of suites.
+    """
+
+    def training_flops(self, length: int, *, rows: int, steps: int) -> float:
+        """Returns the FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
+
+
 class HasVocabulary(Protocol):
     """A model with a vocabulary of `vocab_size` ids; the task's must not be larger.
 

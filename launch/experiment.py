@@ -21,6 +21,7 @@ from core.optimizers import Optimizer, Transformation
 from core.training import hooks
 from core.types import (
     ChecksModel,
+    CountsRunFlops,
     CountsTokens,
     CouplesRows,
     DefinesMetrics,
@@ -248,6 +249,13 @@ class Experiment:
         batch = batch_shapes(self.task.spec(self.task.num_streams))
         per_token = flops.per_token(self.model, batch, length=self.row_length, frozen=self.frozen)
         return None if per_token is None else per_token * self.tokens_per_step
+
+    def flops_between(self, first: int, last: int) -> float | None:
+        """Returns the FLOPs of the training steps after step `first`, up to `last`; None if not known."""
+        if can(self.model, CountsRunFlops):
+            upto = [self.model.training_flops(self.row_length, rows=self.batch_size, steps=n) for n in (first, last)]
+            return upto[1] - upto[0]
+        return self.flops_per_step * (last - first) if self.flops_per_step else None
 
     def data_problems(self, *, prepared: bool) -> list[str]:
         """Returns what is wrong with the data, or does not fit the model.

@@ -341,7 +341,7 @@ class Session:
         self._stack.callback(own_lines.close)
 
         def write(step: int, values: Mapping[str, float]) -> None:
-            values = {**values, **predictions.metrics(values)}
+            values = {**values, **predictions.metrics(values, flops=run.experiment.flops_between(step - 1, step))}
             own = measured.own(values)
             own_lines.scalars(step, own)
             own_lines.flush()

@@ -90,18 +90,18 @@ class PredictionCheck:
         predicted = line(self._record) if self._record else UNRECORDED.format(slice=self._slice.name)
         return {"predicted": predicted, "measured": FOLLOWS if self._is_measured else SIMULATED}
 
-    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, values: Mapping[str, float], *, flops: float | None = None) -> dict[str, float]:
         """Returns `mfu` (0 to 1), `hbm_gib` and predictions, as far as known; {} in a simulation.
 
-        `values`: metrics since the last report, with `step_seconds`.
+        `values`: metrics since the last report, with `step_seconds`. `flops`: of this step; None: as given before.
         """
         if not self._is_measured:
             return {}
         found: dict[str, float] = {}
         seconds, used = values["step_seconds"], peak_hbm_bytes()
-        if self._flops:
+        if flops := flops or self._flops:
             try:
-                found["mfu"] = self._slice.mfu(self._flops, seconds=seconds, peak_flops=self._peak)
+                found["mfu"] = self._slice.mfu(flops, seconds=seconds, peak_flops=self._peak)
             except UserError as error:  # a wrong figure must not end the run
                 self._warn_once("mfu", f"the MFU is not reported: {error}")
         if used:

@@ -55,12 +55,20 @@ class HeldOut(NamedTuple):
         return "all held-out rows" if most is None else f"the first {most:,} rows of the validation data"
 
 
-def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Literal["all"] | None) -> HeldOut:
+def select(
+    task: Task,
+    *,
+    batch_size: int,
+    eval_batches: int,
+    rows: int | Literal["all"] | None,
+    asked: tuple[str, str] = ("--num-examples N", "--num-examples all"),
+) -> HeldOut:
     """Selects the rows to evaluate.
 
     Args:
       batch_size, eval_batches: those of the run's own evaluations.
       rows: a number of rows, or "all"; None: the rows of the run's own evaluations.
+      asked: how the user asks for a number and for all, in errors.
 
     Raises:
       UserError: `rows` is None and `eval_batches` 0, or "all" of endless data.
@@ -70,14 +78,14 @@ def select(task: Task, *, batch_size: int, eval_batches: int, rows: int | Litera
     if rows is None:
         if eval_batches:
             return HeldOut(task, batch_size, eval_batches)
-        either = "--num-examples N or --num-examples all" if ends else "--num-examples N"
+        either = " or ".join(asked) if ends else asked[0]
         raise UserError(f"the run has no evaluations of its own (EVAL_BATCHES = 0): give {either}")
     if can(task, SizesEvaluation):
         return HeldOut(task.evaluating(None if rows == "all" else rows), batch_size, None)
     if rows != "all":
         return HeldOut(task, batch_size, math.ceil(rows / batch_size))
     if not is_pass:
-        raise UserError("--num-examples all: this task's validation data has no end: give a number of examples")
+        raise UserError(f"{asked[1]}: this task's validation data has no end: give {asked[0]}")
     return HeldOut(task, batch_size, None)
 
 

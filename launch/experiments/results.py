@@ -52,13 +52,6 @@ class _Recurs(Protocol):
     effective_depth: int  # layers applied in sequence in one training step
 
 
-class _CountsRunFlops(Protocol):
-    """A model whose FLOPs per step change during training."""
-
-    def training_flops(self, length: int, *, rows: int, steps: int) -> float:
-        """Returns the FLOPs of the first `steps` steps of `rows` rows, without recomputation."""
-
-
 class _CutsPuzzles(Protocol):
     """A task that may use a part of its puzzles; None means all."""
 
@@ -181,10 +174,7 @@ def _eflop(run: Experiment, steps: int) -> float | None:
 
 
 def _flops(part: Experiment, first: int, last: int) -> float | None:
-    if can(part.model, _CountsRunFlops):
-        upto = [part.model.training_flops(part.row_length, rows=part.batch_size, steps=n) for n in (first, last)]
-        return upto[1] - upto[0]
-    return part.flops_per_step * (last - first) if part.flops_per_step else None
+    return part.flops_between(first, last)
 
 
 def _parts(run: Experiment, steps: int) -> list[tuple[Experiment, int, int]]:

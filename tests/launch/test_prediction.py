@@ -47,6 +47,17 @@ def test_a_simulation_is_labeled_and_compares_nothing(measured):
     assert not warnings
 
 
+def test_the_mfu_of_a_curriculum_is_that_of_its_cycles(measured):
+    curriculum = ["from models import trm", "trm.TRM.curriculum = @trm.Curriculum()"]
+    curriculum.append("trm.Curriculum.total_steps = %TOTAL_STEPS")
+    trained = loader.load("gin/trm/sudoku4.gin", bindings=curriculum).build()
+    steps = [trained.flops_between(n, n + 1) for n in (0, trained.total_steps - 1)]
+    assert steps[0] < steps[1] == pytest.approx(trained.flops_per_step)
+    found, _ = measured()
+    mfu = [found.metrics({"step_seconds": 1.2}, flops=flops)["mfu"] for flops in steps]
+    assert mfu[0] / mfu[1] == pytest.approx(steps[0] / steps[1])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_frozen_matrices_have_no_gradient_to_count(tied):
     plain = loader.load("gin/quickstart.gin", bindings=[f"transformer.Transformer.tied = {tied}"]).build()

@@ -128,6 +128,15 @@ def test_wrong_arguments_of_an_evaluation_are_refused_before_the_run_is_read(tmp
         trainer(tmp_path / "run").evaluate(**{name: value})
 
 
+def test_rows_that_an_evaluation_lacks_are_asked_for_as_an_argument(tmp_path):
+    run = trainer(tmp_path, eval_batches=0)
+    run.fit(1)
+    with pytest.raises(UserError, match=r"no evaluations of its own \(EVAL_BATCHES = 0\): give rows=N$"):
+        run.evaluate()
+    with pytest.raises(UserError, match=r"^rows='all': .* has no end: give rows=N$"):
+        run.evaluate(rows="all")
+
+
 def test_a_run_starts_from_parameters_in_memory(tmp_path):
     given = {"linear": {"w": np.float32([[1, 2], [3, 4]]), "b": jnp.float32([5, 6])}}
     still = optax.sgd(0.0)
