@@ -234,18 +234,22 @@ def kept_spec(axes: Axes, params: Rules, activations: Rules, manual: Collection[
     """Returns how a parameter stays sharded over manual mesh axes in the region where its layer runs.
 
     It is replicated, unless its layer exchanges activations (`ParamSpec.exchanged`): then a dimension is sharded as
-    activations are, if its shards in storage are parts of these.
+    activations are, over the mesh axes of rows, if its shards in storage are parts of these.
 
     Args:
       params, activations: the strategy's tables.
+      manual: mesh axes that shard rows.
     """
+    rows = mesh_axes(activations["batch"])
 
     def kept(name: str | None) -> tuple[str, ...]:
         stored, wanted = (
-            tuple(axis for axis in mesh_axes(row(rules, name) if name else None) if axis in manual)
+            tuple(axis for axis in mesh_axes(row(rules, name) if name else None) if axis in rows)
             for rules in (params, activations)
         )
-        return wanted if axes.exchanged and stored[: len(wanted)] == wanted else ()
+        if not axes.exchanged or stored[: len(wanted)] != wanted:
+            return ()
+        return tuple(axis for axis in wanted if axis in manual)
 
     return PartitionSpec(*(kept(name) or None for name in axes.names))
 
@@ -451,6 +455,10 @@ def named(fn: Callable, table: Mapping[str, Sequence[str | None] | ParamSpec]) -
     for pattern, entry in table.items():
         axes = entry.axes if isinstance(entry, ParamSpec) else tuple(entry)
         check_names(axes, where=f"logical.named, {pattern!r}")
+        if isinstance(entry, ParamSpec) and entry.exchanged:
+            raise UserError(
+                f"logical.named, {pattern!r}: exchanged = True needs logical.param, in a layer that exchanges"
+            )
         specs[pattern] = entry if isinstance(entry, ParamSpec) else ParamSpec(axes)
     return _with_names(fn, _Names(specs, ()))
 

@@ -321,7 +321,7 @@ def get(name: str) -> Slice:
     canonical = f"{_ALIASES.get(generation, generation)}-{number}"
     if canonical in SLICES:
         return SLICES[canonical]
-    if generation.endswith(".gin"):
+    if name.endswith(".gin"):
         raise UserError(f"{name!r} is no slice: the slice comes first, such as v4-32, then the experiment file")
     if generation in (*GPUS, "gpu", "cuda", "cpu"):
         raise UserError(f"unknown devices {name!r}: expected local, or KIND:DEVICES, such as h100:8 or cpu:1")

@@ -55,17 +55,18 @@ class Start(NamedTuple):
     changes: Sequence[Difference] = ()
 
 
-def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None) -> Start:
+def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None, **fetch: Any) -> Start:
     """Restores a checkpoint, or initializes a state if the run has none.
 
-    `step`: the checkpoint's step, which must exist; None: the newest intact checkpoint.
+    `step`: the checkpoint's step, which must exist; None: the newest intact checkpoint. `fetch`: as in
+    `Checkpoints.restore_newest`.
 
     Raises:
       EarlierPhaseError: the checkpoint belongs to an earlier phase.
       UserError: the checkpoint does not fit the run.
     """
     if step is None:
-        found = checkpoints.restore_newest(run.program.abstract_state)
+        found = checkpoints.restore_newest(run.program.abstract_state, **fetch)
     else:
         found = step, *checkpoints.restore(step, run.program.abstract_state)
     if found is None:
@@ -151,7 +152,7 @@ class Session:
             self._batches = self._stack.enter_context(run.open_batches(start.position))
             self._begin(start)
             if self._evaluate:
-                self._evaluate.open()
+                self._evaluate.read()
             train_step, statistics = compile_together(run, self._first_step)
             if self._metrics:
                 self._metrics.ready()
@@ -221,10 +222,9 @@ class Session:
             timeout_seconds=settings.save_limit_seconds,
             origin=run.origin,
             keep_best=settings.keep_best,
-            **fetch,
         )
         try:
-            return restore_or_init(run, self._checkpoints)
+            return restore_or_init(run, self._checkpoints, **fetch)
         except EarlierPhaseError:
             self._checkpoints.close()
             raise
@@ -261,7 +261,8 @@ class Session:
         if run.host.is_zero:
             measured, left_out = self._predictions.rows(), self._checkpoints.left_out
             progress.show_summary(run, resumed_from=start.step, measured=measured, left_out=left_out)
-            self._write_config()
+            if self._first_step < run.last_step or not (paths.resolve(run.run_dir) / "config.gin").exists():
+                self._write_config()  # an evaluation alone may have other settings
             if start.step is not None and start.changes:
                 said = continuation.described_changes(start.step, start.changes)
                 self._lines.note(said)

@@ -79,20 +79,27 @@ def sum_gradients(manual: set[str], param_axes: Any, tables: Strategy) -> step.S
     return run
 
 
-def _gathered_dimensions(stored: PartitionSpec, kept: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+def _gathered_dimensions(stored: PartitionSpec, kept: PartitionSpec | None) -> list[tuple[int, tuple[str, ...]]]:
+    kept = kept or PartitionSpec(*[None] * len(stored))
     entries = [tuple(map(logical.mesh_axes, pair)) for pair in zip(stored, kept, strict=True)]
     return [(i, axes[len(held) :]) for i, (axes, held) in enumerate(entries) if len(axes) > len(held)]
 
 
-def gather(x: jax.Array, stored: PartitionSpec, kept: PartitionSpec) -> jax.Array:
-    """Gathers the shards of an array over the manual axes of `stored` that are not in `kept`."""
+def gather(x: jax.Array, stored: PartitionSpec, kept: PartitionSpec | None = None) -> jax.Array:
+    """Gathers the shards of an array over the manual axes of `stored` that are not in `kept` (None: over all)."""
     for dimension, axes in _gathered_dimensions(stored, kept):
         x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x
 
 
 def reduce(x: jax.Array, stored: PartitionSpec, kept: PartitionSpec, manual: set[str]) -> jax.Array:
-    """Sums `x` over the manual axes but those of `kept`, and scatters what `gather` gathers."""
+    """Sums an array over the manual axes but those of `kept`, and scatters what `gather` gathers.
+
+    Args:
+      x: an array, such as a gradient, on each chip.
+      stored, kept: as in `gather`.
+      manual: the manual axes.
+    """
     for dimension, axes in _gathered_dimensions(stored, kept):
         x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
     replicated = manual - {axis for entry in stored for axis in logical.mesh_axes(entry)}

@@ -368,6 +368,15 @@ class Program:
         with self.partitioner.tracing():
             return jax.jit(begun, donate_argnums=0, out_shardings=self.state_shardings)(params)
 
+    def first_carry(self) -> Any:
+        """Returns the carry before the first step, sharded as in the state."""
+
+        def made() -> Any:
+            return self.model.init_carry(self._zeros())
+
+        with self.partitioner.tracing():
+            return jax.jit(made, out_shardings=self.state_shardings.carry)()
+
     def _zeros(self) -> dict[str, jax.Array]:
         return {k: jnp.zeros(s.shape, s.dtype) for k, s in self.spec.items()}
 

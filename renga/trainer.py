@@ -155,7 +155,7 @@ class Trainer:
                 check_integer(value, where=name, least=1)
         (chosen,) = steps.select(self.run_dir, step=step, every=False)  # errors before a device is used
         built = continuation.phase_of(self._on_devices().spans(), chosen).experiment
-        sizes = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
+        sizes: dict[str, Any] = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
         asked = scoring.select(built.task, **sizes, rows=rows, asked=("rows=N", "rows='all'"))
         experiment = dataclasses.replace(built, task=asked.task, max_epochs=None)  # of training data
         run = self._prepared(experiment, experiment.spans()[0], last_step=1)

@@ -23,6 +23,7 @@ from core.files.bookkeeping import Bookkeeping
 _CONFIGURATION = "config.gin"  # from which other commands read how the model was trained
 _FOLDERS = (published_files.FOLDER, "vocabulary")  # of files that a run writes before its first step
 _FILES = ("wandb_id",)  # of the run's identity in Weights & Biases (`core.training.metrics`)
+_FETCHED = "fetched"  # a folder in the run directory, of a copy before it is verified
 _IDENTITY = "run_id"  # a file in both places, so that two runs do not share one
 _CHUNK_BYTES = 2**24
 _POLL_SECONDS = 2.0
@@ -162,16 +163,18 @@ class Fetching:
         return next((step for step in later if self._fetch(step)), None)
 
     def in_place_of(self, step: int) -> int | None:
-        """Copies the newest step again if that of the run directory is damaged, which is then renamed.
+        """Copies the newest step up to a damaged one of the run directory, which is then renamed.
 
-        Returns its number, or None if nothing was copied.
+        Returns its number, or None if nothing was copied, because the step or all later copies are not as they should.
         """
         found = inspection.verify(self._own / str(step))
-        if not found.damaged:
-            return None
-        aside = steps.set_damaged_aside(self._own, step)
-        self._say(f"warning: {found.describe()}; it is {aside.name} now. A copy in {self._there.parent} is tried")
-        return self.newest()
+        earlier = max((one for one in steps.complete(self._own) if one < step), default=0)
+        copies = [one for one in steps.complete(self._there) if earlier < one <= step] if found.damaged else []
+        for one in reversed(copies):
+            if self._fetch(one, damaged=step):
+                self._say(f"warning: {found.describe()}; the copy of step {one} in {self._there.parent} is used")
+                return one
+        return None
 
     def best(self, keep_best: str) -> int | None:
         """Copies the best step to a run directory that has no better one.
@@ -186,17 +189,24 @@ class Fetching:
             del values[step]
         return None
 
-    def _fetch(self, step: int) -> bool:
+    def _fetch(self, step: int, *, damaged: int | None = None) -> bool:
+        """Copies a step if it is intact; only then, a damaged step of the run directory is renamed."""
         if step in self._damaged:
             return False
         _copy_prepared(self._there.parent, self._own.parent)  # first: a start with the step does not fetch again
-        copy_step(self._there / str(step), self._own / str(step))
-        found = inspection.verify(self._own / str(step))
+        fetched = self._own.parent / _FETCHED / str(step)
+        copy_step(self._there / str(step), fetched)
+        found = inspection.verify(fetched)
         if found.damaged:
             self._damaged.add(step)
-            steps.remove(self._own / str(step))
+            fetched.parent.rmtree()
             self._say(f"warning: in {self._there.parent}, {found.describe()}. The run does not use this copy")
             return False
+        if damaged is not None:
+            steps.set_damaged_aside(self._own, damaged)
+        self._own.mkdir(parents=True, exist_ok=True)
+        fetched.rename(self._own / str(step))
+        fetched.parent.rmtree()
         return True
 
 

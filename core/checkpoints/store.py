@@ -49,7 +49,6 @@ class Checkpoints:
         read_only: bool = False,
         origin: Origin | None = None,
         keep_best: str = "",
-        fetch: Callable[[int], int | None] = lambda step: None,
     ):
         """Opens a folder of checkpoints; all hosts must call it.
 
@@ -63,7 +62,6 @@ class Checkpoints:
             removed.
           origin: reads parameters that steps leave out; None: such a step cannot be restored.
           keep_best: also keep the best step by this metric (`best.parse`); "": only the latest.
-          fetch: called with a step that cannot be restored; returns the step that it copied from elsewhere, or None.
         """
         for name, value in (("keep", keep), ("keep_params", keep_params)):
             if value is not None and value < 1:
@@ -71,7 +69,7 @@ class Checkpoints:
         self._directory = paths.resolve(directory)
         if read_only and not self._directory.exists():
             raise UserError(f"there are no checkpoints in {self._directory}: no such folder; check run_dir")
-        self._origin, self._fetch = origin, fetch
+        self._origin = origin
         self.left_out: LeftOut | None = None
         self._writing: Writing | None = None
         self._timeout_seconds = timeout_seconds
@@ -196,16 +194,21 @@ class Checkpoints:
             raise DamagedError(f"the checkpoint of step {step} in {self._directory} cannot be read: {said}")
         return restored
 
-    def restore_newest(self, abstract_state: Any) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
+    def restore_newest(
+        self, abstract_state: Any, *, fetch: Callable[[int], int | None] = lambda step: None
+    ) -> tuple[int, Any, dict[str, bytes], dict[str, Any]] | None:
         """Restores the newest intact step: its number, state, streams and metadata; None if there are no steps.
 
         Newer steps that are proven to be damaged are renamed. Raises RuntimeError if there are steps, but none can be
         restored.
+
+        `fetch` is called with a step that cannot be restored; it returns the step that it copied from elsewhere, or
+        None.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self._steps()):
             restored, said = self._attempt(step, abstract_state)
-            if said and (fetched := self._fetch(step)) is not None:
+            if said and (fetched := fetch(step)) is not None:
                 step = fetched
                 restored, said = self._attempt(step, abstract_state)
             if not said:

@@ -238,6 +238,11 @@ def read_range(path: epath.Path, start: int, stop: int) -> bytes:
     return found
 
 
+def _unless_it_vanished(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
 def patterns(value: Any) -> tuple[Any, ...]:
     """Returns a path or pattern, several or none (None or "") as a tuple, with text for path objects."""
     if value is None or value == "":
@@ -250,7 +255,7 @@ def sizes(folder: epath.Path) -> dict[str, int]:
     """Returns the size in bytes of every file below a folder, by relative path."""
     if not is_remote(folder):
         found = {}
-        for above, _, names in os.walk(folder):  # leaves out folders that vanish meanwhile
+        for above, _, names in os.walk(folder, onerror=_unless_it_vanished):
             for path in (pathlib.Path(above, name) for name in names):
                 with contextlib.suppress(FileNotFoundError):
                     found[path.relative_to(folder).as_posix()] = path.stat().st_size

@@ -172,34 +172,31 @@ class Evaluate(Hook):
         """
         self._program, self._open_batches, self._write = program, open_batches, write
         self._every, self._last_step, self._also = every, last_step, also
-        self._opened: FirstBatches | None = None
-        self._unread: Iterator[Mapping[str, np.ndarray]] = iter(())
-        self._batches: list[Mapping[str, np.ndarray]] = []  # those that were read
+        self._batches: list[Mapping[str, np.ndarray]] | None = None
+        self._share: float | None = None
         self.latest: dict[str, float] = {}
         self.scored: Scored | None = None
         self.step: int | None = None
         self.unless: Callable[[int], bool] = lambda step: False
 
-    def open(self) -> None:
-        """Opens the batches and reads the first. Otherwise data that cannot be read would end a run hours later."""
-        self._opened = self._open_batches()
-        self._unread = iter(self._opened)
-        self._batches = list(itertools.islice(self._unread, 1))
+    def read(self) -> None:
+        """Reads the batches, if it has not read them. Data that cannot be read should not end a run after hours."""
+        if self._batches is None:
+            opened = self._open_batches()
+            self._batches, self._share = list(opened), opened.share
 
     def needs_state(self, step: int) -> bool:
         return (step % self._every == 0 or step == self._last_step) and not self.unless(step)
 
     def at_boundary(self, step: int, state: TrainState) -> None:
         with activity.enter(activity.EVALUATING):
-            if self._opened is None:
-                self.open()
-            self._batches += self._unread
+            self.read()
+            assert self._batches is not None
             sums = _sums(self._program, state, self._batches)
             means = {**trainer.means(sums), **self._also(state)}
         self.latest = {f"{metrics.VALIDATION}{name}": value for name, value in means.items()}
         self.step = step
-        share = self._opened.share if self._opened else None
-        self.scored = Scored(float(sums["loss"].weight) if sums else 0.0, share)
+        self.scored = Scored(float(sums["loss"].weight) if sums else 0.0, self._share)
         self._write(step, self.latest)
 
 

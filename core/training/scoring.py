@@ -156,6 +156,7 @@ class Scores:
         if restored is None:
             return False
         state, _, meta = restored
+        state = state._replace(carry=program.first_carry())
         frozen.require_base(held_out.task, frozen.checksum(program, state.params))
         batches = held_out.open(layout)
         evaluation = EvaluationPass(program, state, batches, answering=self.judge is not None)

@@ -204,13 +204,12 @@ def _checkpoint(
         return Finding(name, True, "none: a fresh start")
     changed = continuation.changes(found.described.meta, config)
     what = continuation.described_changes(found.step, changed) if changed else ""
-    if found.step == experiment.total_steps and not continuation.is_evaluated(run_dir, experiment, found.step):
-        return Finding(name, True, f"a start evaluates step {found.step}{what and '; '}{what}", is_note=True)
-    if found.step >= experiment.total_steps:
+    evaluates = found.step == experiment.total_steps and not continuation.is_evaluated(run_dir, experiment, found.step)
+    if found.step >= experiment.total_steps and not evaluates:
         said = f"step {found.step:,} of {experiment.total_steps:,}: nothing is left to train"
         detail = Problem(f"{said}\n{what}", fix=continuation.FIX) if changed else said
         return Finding(name, not changed, detail, is_note=True)
-    span = continuation.phase_after(experiment.spans(), found.step)
+    span = (continuation.phase_of if evaluates else continuation.phase_after)(experiment.spans(), found.step)
     try:
         if is_away:  # the data are not here
             now = {**found.described.meta, continuation.ORDER: continuation.settings(span)}
@@ -222,7 +221,8 @@ def _checkpoint(
     if problems := continuation.problems(found, now, span=span, abstract_state=program.abstract_state):
         said = "\n  ".join([f"the run cannot continue from step {found.step} with this configuration:", *problems])
         return Finding(name, False, Problem(said, fix=continuation.FIX))
-    return Finding(name, True, f"a start continues from step {found.step}{what and '; '}{what}", is_note=bool(what))
+    does = "evaluates" if evaluates else "continues from"
+    return Finding(name, True, f"a start {does} step {found.step}{what and '; '}{what}", is_note=bool(what))
 
 
 def _row_coupling(experiment: Experiment) -> list[Finding]:

@@ -30,7 +30,6 @@ from launch.config.statements import (
     render,
     scoped,
 )
-from launch.config.trust import CONSTRUCTORS
 
 Scope = tuple[str, ...]
 
@@ -254,6 +253,8 @@ def _types(config: Configuration, bindings: Iterable[Binding]) -> Iterator[Confi
 
 def _constructor_of(value: Any, hint: Any) -> str:
     """Returns how to write the constructor that a text names, or a schedule that a number stands for; or ""."""
+    from launch.config.trust import CONSTRUCTORS
+
     if isinstance(value, str):
         homes = [module.rpartition(".")[2] for module, names in CONSTRUCTORS.items() if value in names]
         return f"write a constructor: @{homes[0]}.{value}()" if len(homes) == 1 else ""

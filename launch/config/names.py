@@ -11,7 +11,7 @@ import traceback
 import types
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gin.config_parser import ImportStatement, Location
 
@@ -30,7 +30,9 @@ from launch.config.statements import (
     nearest,
     transform,
 )
-from launch.config.trust import CONSTRUCTORS, Trust
+
+if TYPE_CHECKING:
+    from launch.config.trust import Trust
 
 PUBLIC_PACKAGES = tuple(environment.PACKAGE + name for name in ("core", "parallel", "models", "tasks"))
 _EXPERIMENT = (f"{environment.PACKAGE}launch.experiment", f"{environment.PACKAGE}launch.settings")
@@ -80,7 +82,7 @@ class Names:
       own_modules: full names of imported modules that are not this project's.
     """
 
-    def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: Trust | None = None):
+    def __init__(self, reader: Reader, *, folders: Iterable[Path], trust: "Trust | None" = None):
         """Imports the modules that the sources name.
 
         Args:
@@ -97,7 +99,6 @@ class Names:
         named = {statement.module for source in others.values() for statement in source.imports}
         self._trust = {reader.experiment: trust.also(named)} if trust else {}
         self._constructors: dict[Any, Constructor] = {}
-        self._public = _public_modules(PUBLIC_PACKAGES)
         self._folders = [folder.resolve() for folder in folders]
         make_importable(self._folders)
         self._symbols: dict[str, _Symbols] = {name: {} for name in sources}
@@ -109,6 +110,10 @@ class Names:
         # Bindings of the command line may use what the files import, the experiment's own imports first.
         shared = collections.ChainMap(*(self._symbols[name] for name in (*flags, *files)))
         self._symbols.update(dict.fromkeys(flags, shared))
+
+    @property
+    def _public(self) -> dict[str, str]:
+        return _public_modules(PUBLIC_PACKAGES)
 
     def resolve(self, binding: Binding) -> Binding:
         """Returns a copy of a binding with the constructors of its names.
@@ -260,6 +265,8 @@ def _defines(module: types.ModuleType, name: str) -> bool:
 
 @functools.cache
 def _public_modules(packages: tuple[str, ...]) -> dict[str, str]:
+    from launch.config.trust import CONSTRUCTORS  # imported only where a name is unknown
+
     top = [f"{p}.{name}" for p in packages if importlib.import_module(p) for name in _siblings(p)]
     listed = [environment.PACKAGE + module for module in CONSTRUCTORS]
     return {**_by_last_name([*listed, "optax"]), **_by_last_name([*top, *_EXPERIMENT])}

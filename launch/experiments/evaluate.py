@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     alone = slice_.is_tpu and not is_elsewhere
     if alone or args.simulate:
         jax.config.update("jax_platforms", "cpu")
-    sizes = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
+    sizes: dict[str, Any] = {"batch_size": built.batch_size, "eval_batches": built.evaluation.eval_batches}
     asked = scoring.select(built.task, **sizes, rows=args.num_examples)
     experiment = dataclasses.replace(built, task=asked.task, max_epochs=None)  # of training data
     if problems := experiment.data_problems(prepared=False):

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.run_dir if args.step is None else f"{args.run_dir}@{args.step}"
     loaded = loaded_model.load(name, slice_name=args.slice, bindings=args.gin)
     frozen.require_base(experiment.task, frozen.checksum(loaded.program, loaded.params))
-    sizes = {"batch_size": experiment.batch_size, "eval_batches": experiment.evaluation.eval_batches}
+    sizes: dict[str, Any] = {"batch_size": experiment.batch_size, "eval_batches": experiment.evaluation.eval_batches}
     asked = scoring.select(experiment.task, **sizes, rows=args.num_examples)
     asked.task.prepare(found.run_dir, is_host_zero=False)
     layout = loaded.program.partitioner.data_layout(experiment.batch_size)

@@ -28,7 +28,8 @@ from launch.runs import continuation
 
 HOME = environment.WORKSPACE / "gin" / "trm"
 NUMBERED = ("exp", "contrib")  # `all` stands for the groups with these prefixes
-LOCATION = ("DATA", "SLICE")  # settings that say where an experiment runs, not what it is
+LOCATION = ("DATA", "SLICE")  # settings that say where an experiment was run, not what it is
+_SLICE = ("SLICE",)  # that of a finished run may differ; other data may be named by another DATA
 _LAST_LINES = 5
 _STOPPED = (exit_codes.PREEMPTED, exit_codes.INTERRUPTED)
 
@@ -230,7 +231,7 @@ class Suite:
         With `mode.check`, it marks none.
         """
         texts = [] if self.mode.check else [entry.text for entry in self.entries]
-        found = saved_run.find_runs(self._root, texts, ignoring=LOCATION)
+        found = saved_run.find_runs(self._root, texts, ignoring=_SLICE)
         for entry in self.entries:
             if entry.same_as:
                 self.run_dirs[entry.id] = self.run_dirs[entry.same_as]
@@ -242,7 +243,7 @@ class Suite:
             saved, _ = saved_run.configuration(run_dir)
             if (
                 saved is not None
-                and differences.is_same(saved, entry.text, ignoring=LOCATION)
+                and differences.is_same(saved, entry.text, ignoring=_SLICE)
                 and has_ended(run_dir, entry.experiment, last_step=self.mode.last_step(entry))
             ):
                 same = os.fspath(paths.resolve(run_dir)) == os.fspath(paths.resolve(entry.run_dir))
@@ -251,7 +252,7 @@ class Suite:
                 self.run_dirs[entry.id] = run_dir
                 return
         existing, why_not = saved_run.configuration(entry.run_dir)
-        if existing is not None and not differences.is_same(existing, entry.text, ignoring=LOCATION):
+        if existing is not None and not differences.is_same(existing, entry.text, ignoring=_SLICE):
             why_not = f"it contains another experiment ({difference(existing, entry.text)})"
         if why_not:
             self.status[entry.id] = _refused(entry.run_dir, why_not)

@@ -30,6 +30,34 @@ def traced_spec(mesh, shape, *names, rules=RULES):
     return equation.params["sharding"].spec
 
 
+ROWS = {"data", "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed", "manual", "kept"),
+    [
+        ("fsdp", "fsdp", ROWS, "fsdp"),
+        (("fsdp", "data"), "fsdp", ROWS, "fsdp"),
+        (("fsdp", "data"), ("fsdp", "data"), {"data"}, "data"),
+        (("data", "fsdp"), "fsdp", ROWS, None),  # the shards of a chip would not be successive
+        ("fsdp", ("data", "fsdp"), {"fsdp"}, None),  # as with both axes manual
+        ("fsdp", ("data", "fsdp"), ROWS, None),
+        (None, "fsdp", ROWS, None),
+        ("tensor", "tensor", {*ROWS, "tensor"}, None),  # shards no rows
+        ("fsdp", "fsdp", (), None),
+    ],
+)
+def test_exchanged_parameters_stay_sharded_as_their_activations(stored, computed, manual, kept):
+    tables = ({**RULES, "expert": stored}, {**RULES, "expert": computed})
+    assert logical.kept_spec(Axes(("expert", "norm"), exchanged=True), *tables, manual) == PartitionSpec(kept, None)
+    assert logical.kept_spec(Axes(("expert", "norm")), *tables, manual) == PartitionSpec(None, None)
+
+
+def test_exchanged_parameters_need_a_layer_that_exchanges():
+    with pytest.raises(ValueError, match=r"logical\.named, '\*': exchanged = True needs logical\.param"):
+        logical.named(lambda: None, {"*": ParamSpec(("expert", "embed"), exchanged=True)})
+
+
 @pytest.mark.covers("M11", "M15")
 def test_a_table_turns_names_into_a_spec(mesh):
     assert logical.partition_spec(Axes(("batch", None, "mlp")), RULES) == PartitionSpec(

@@ -158,9 +158,10 @@ def test_devices_without_their_number_are_no_tpu_slice(wrong):
         slices.get(wrong)
 
 
-def test_an_experiment_in_place_of_a_slice_is_named():
-    with pytest.raises(ValueError, match=r"'gin/quickstart\.gin' is no slice: the slice comes first"):
-        slices.get("gin/quickstart.gin")
+@pytest.mark.parametrize("name", ["gin/quickstart.gin", "my-run.gin"])
+def test_an_experiment_in_place_of_a_slice_is_named(name):
+    with pytest.raises(ValueError, match=f"'{name}' is no slice: the slice comes first"):
+        slices.get(name)
 
 
 def test_a_gpu_that_is_not_in_the_table_is_named():

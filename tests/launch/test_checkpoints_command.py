@@ -103,7 +103,6 @@ def test_verify_names_the_damaged_parts(run, command):
     assert "step 9" not in command("verify", run, "--step", 3).out
 
 
-@pytest.mark.covers("C12")
 def test_a_step_that_is_removed_while_others_are_verified_is_not_damaged(run, monkeypatch, command):
     verify, folder = inspection.verify, paths.resolve(run) / "checkpoints"
     first, *_ = steps.complete(folder)
@@ -117,6 +116,7 @@ def test_a_step_that_is_removed_while_others_are_verified_is_not_damaged(run, mo
     assert command("verify", run).out.endswith(f"\nstep {first}: removed meanwhile\n")
 
 
+@pytest.mark.covers("C12")
 def test_a_flipped_bit_in_an_array_is_found_by_name(tmp_path):
     """Arrays of another step under the old metadata: every file is valid by itself."""
     write(tmp_path / "run", 3, 4)

@@ -3,13 +3,14 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from core import batches, optimizers, parameters, slices
+from core import batches, logical, optimizers, parameters, slices
 from models.decoder import transformer
-from parallel import partitioner, strategies
+from parallel import accumulation, partitioner, strategies
 from parallel.pipeline import schedules
 from tasks import streams
 
@@ -56,6 +57,17 @@ def test_gathering_once_costs_the_shards_of_other_chips():
     assert frozen.gathered_bytes == split.gathered_bytes - 4 * of_layers  # no gradients of frozen parameters
     assert program(strategies.fsdp()).gathered_bytes == 0
     assert program(strategies.data_parallel()).gathered_bytes == 0
+
+
+def test_exchanged_parameters_are_not_gathered_over_the_axes_of_their_experts():
+    axes = {"w": logical.Axes(("expert", "embed"), exchanged=True), "plain": logical.Axes(("expert", "embed"))}
+    shapes = dict.fromkeys(axes, jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    about = {"tables": strategies.experts(expert=2), "shape": {"expert": 2, "fsdp": 2, "tensor": 1, "data": 1}}
+    kept, plain = (
+        accumulation.gathered_bytes({n: shapes[n]}, {n: axes[n]}, [True], manual={"expert", "fsdp"}, **about)
+        for n in ("w", "plain")
+    )
+    assert (kept, plain) == (2 * (128 // 2 - 128 // 4), 2 * (128 - 128 // 4))  # parameters and gradients
 
 
 def scan_bodies(jaxpr):

@@ -51,6 +51,17 @@ class Line(renga.HaikuModel):
         return renga.LossOutput(jnp.sum(each), jnp.float32(each.size), {})
 
 
+class Carrying(Line):
+    """Its carry counts the steps of each row of a batch."""
+
+    def init_carry(self, batch):
+        return {"steps": jnp.zeros_like(batch["label"])}
+
+    def loss(self, params, carry, rng, batch, *, is_training):
+        _, out = super().loss(params, (), rng, batch, is_training=is_training)
+        return {"steps": carry["steps"] + 1}, out
+
+
 def trainer(run_dir, **changes):
     parts = {"model": Line(), "task": Points(), "optimizer": optax.adam(0.1), "batch_size": 16}
     rest = {
@@ -126,6 +137,15 @@ def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, change
 def test_wrong_arguments_of_an_evaluation_are_refused_before_the_run_is_read(tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name} = {value!r}: expected an integer of at least 1"):
         trainer(tmp_path / "run").evaluate(**{name: value})
+
+
+def test_the_carry_of_the_rows_of_training_does_not_matter_to_an_evaluation(tmp_path):
+    trained = trainer(tmp_path, model=Carrying())
+    trained.fit(2)
+    larger = trainer(tmp_path, model=Carrying(), batch_size=32)
+    assert trained.evaluate(rows=64)["loss"] == pytest.approx(larger.evaluate(rows=64)["loss"], rel=1e-6)
+    with pytest.raises(UserError, match="carry/steps"):
+        larger.fit(3)
 
 
 def test_rows_that_an_evaluation_lacks_are_asked_for_as_an_argument(tmp_path):

@@ -286,14 +286,30 @@ def test_an_intact_copy_takes_the_place_of_a_damaged_step(run, tmp_path):
     layout = {"params": {"w": jax.ShapeDtypeStruct((1000,), np.float32, sharding=jax.device_put(0.0).sharding)}}
     for _ in range(2):
         damage(run)
-        step, state, *_ = store.Checkpoints(folder, keep=9, fetch=fetching.in_place_of).restore_newest(layout)
+        step, state, *_ = store.Checkpoints(folder, keep=9).restore_newest(layout, fetch=fetching.in_place_of)
         assert (step, float(state["params"]["w"][0])) == (9, 9.0)
     assert len(said) == 2
     assert steps.complete(run / "checkpoints") == [3, 7, 9]
     assert len([left for left in steps.leftovers(run / "checkpoints") if left.what == "damaged"]) == 2
     damage(run)
     damage(place)
-    assert store.Checkpoints(folder, keep=9, fetch=fetching.in_place_of).restore_newest(layout)[0] == 7
+    assert store.Checkpoints(folder, keep=9).restore_newest(layout, fetch=fetching.in_place_of)[0] == 7
+
+
+def test_damaged_steps_keep_their_names_if_no_copy_is_intact(run, tmp_path):
+    """Otherwise the next start would find no checkpoint, and begin anew."""
+    place = tmp_path / "kept"
+    copying.Copying(str(run), str(place), keep=2, say=print).copy_newest()
+    fetching = copying.Fetching(str(run), str(place), say=print)
+    layout = {"params": {"w": jax.ShapeDtypeStruct((1000,), np.float32, sharding=jax.device_put(0.0).sharding)}}
+    for step in (3, 7, 9):
+        damage(run, step)
+    damage(place)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"no checkpoint in .* can be restored, and none was renamed"):
+            store.Checkpoints(str(run / "checkpoints"), keep=9).restore_newest(layout, fetch=fetching.in_place_of)
+        assert steps.complete(run / "checkpoints") == [3, 7, 9]
+    assert not (run / "fetched").exists()
 
 
 def test_a_damaged_copy_of_a_later_step_is_not_kept_in_place_of_a_good_one(run, tmp_path):

@@ -76,6 +76,21 @@ def test_files_that_vanish_while_they_are_listed_have_no_size(tmp_path, monkeypa
     assert paths.sizes(paths.resolve(tmp_path)) == {"a/kept": 2, "b/kept": 2}
 
 
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    """A copy without its files would look complete."""
+    (tmp_path / "a").mkdir()
+    scandir = os.scandir
+
+    def too_many_files(path):
+        if str(path).endswith("/a"):
+            raise OSError(errno.EMFILE, "too many open files")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", too_many_files)
+    with pytest.raises(OSError, match="too many open files"):
+        paths.sizes(paths.resolve(tmp_path))
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
 def test_a_file_is_created_once_where_there_are_no_hard_links(tmp_path, monkeypatch, number):
     def refused(source, target):

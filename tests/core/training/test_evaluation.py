@@ -109,7 +109,7 @@ def test_the_hook_is_due_at_multiples_and_at_the_end_and_opens_its_batches_once(
 
     hook = evaluation.Evaluate(Program(), batches, lambda *w: written.append(w), every=4, last_step=10)
     assert [s for s in range(1, 11) if hook.needs_state(s)] == [4, 8, 10]
-    hook.open()
+    hook.read()
     hook.unless = lambda step: step == 8
     assert [s for s in range(1, 11) if hook.needs_state(s)] == [4, 10]
     hook.at_boundary(4, 1.0)

@@ -165,6 +165,17 @@ def test_a_run_on_another_slice_is_of_the_same_experiment(suite):
     assert texts(suite(slice_name="v4-16"))["mine/b"] == "already done"
 
 
+def test_experiments_on_other_data_are_others(suite, folder):
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.gin").unlink()
+    for name in ("easy", "hard"):
+        (folder / f"{name}.gin").write_text(f"include 'gin/trm/exp01/exp01a.gin'\nDATA = 'x/{name}'\n")
+    options = {"check_data": False, "slice_name": "v4-8"}
+    first = suite(Fake(codes=(("hard", 1),)), **options)
+    first.run()
+    assert texts(suite(**options)) == {"mine/easy": "already done", "mine/hard": "waiting"}
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [("X = (1,", "its config.gin is no configuration: "), (OF_PYTHON + "\n", "it contains a run of renga.Trainer.")],

@@ -10,7 +10,6 @@ from models.decoder.experts import Experts
 from models.decoder.transformer import Transformer
 from parallel import strategies
 from parallel.pipeline import schedules
-from parallel.verify import agreement
 from parallel.verify.agreement import Example
 from tests.lab.subjects import bind
 
@@ -66,29 +65,7 @@ def test_a_step_exchanges_tokens_and_gathers_no_expert(kind, case):
     found = [entry for entry in collectives(traced.jaxpr.jaxpr) if "expert" in entry[1]]
     used = {name for name, axes, _ in found if axes == ("expert",)}
     assert used >= ({"all_to_all"} if kind == "capacity" else {"all_gather", "reduce_scatter"})
-    whole = {(8, 16, 24), (8, 24, 16)}  # the matrices of all experts of a layer
+    if kind == "dropless":
+        assert [shape for name, _, shapes in found for shape in shapes if name == "all_gather" and shape[1:] == (16,)]
+    whole = {(8, 16, 24), (8, 24, 16), (8, 16, 12), (8, 12, 16)}  # the matrices of all experts of a layer, or of a half
     assert not [entry for entry in found if any(shape[-3:] in whole for shape in entry[2])]
-
-
-@functools.cache
-def one_device(kind):
-    return agreement.run(program(kind, agreement.ONE_DEVICE, {}), batches())
-
-
-# The most that any of these differed, in ulp: gradients, losses, parameters, optimizer state.
-MEASURED = (13, 7, 3, 23)
-QUICK = {("capacity", "1F1B, gathered once")}
-
-
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [pytest.param(k, c, marks=[pytest.mark.slow] * ((k, c) not in QUICK)) for k in EXPERTS for c in CASES],
-)
-def test_numbers_are_those_of_one_device(kind, case):
-    tables, options = CASES[case]
-    found = agreement.compare(
-        agreement.run(program(kind, Example("v4-16", tables), options), batches()), one_device(kind)
-    )
-    print(f"{kind}, {case}: {'; '.join(f'{part} {a.ulp:.0f} ulp, {a.where}' for part, a in found.items())}")
-    limits = agreement.limits(MEASURED)
-    assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}

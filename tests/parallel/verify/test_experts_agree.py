@@ -131,6 +131,36 @@ def test_numbers_do_not_depend_on_the_strategy(name, strategy):
     assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
 
 
+ONCE = {"accum_steps": 2, "gather_once": True}
+GATHERED_ONCE = {
+    "experts": (strategies.experts(expert=2), ONCE),
+    "1F1B": (
+        strategies.pipeline_experts(stage=2, expert=2, schedule=schedules.one_f_one_b(num_microbatches=2)),
+        ONCE,
+    ),
+    "zero-bubble": (
+        strategies.pipeline_experts(stage=2, expert=2, schedule=schedules.zero_bubble(num_microbatches=4)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=[pytest.mark.slow] * ((name, case) != ("capacity", "1F1B")))
+        for name in ("capacity", "dropless")
+        for case in GATHERED_ONCE
+    ],
+)
+def test_tokens_are_exchanged_where_other_weights_are_gathered_once(name, case):
+    tables, options = GATHERED_ONCE[case]
+    bound = bind(MODELS[name], Example("v4-8", tables), data()[0], **options)
+    found = agreement.compare(agreement.run(bound, data()), one_device(name))
+    limits = agreement.limits(MEASURED)
+    assert not {part: apart for part, apart in found.items() if apart.ulp > limits[part]}
+
+
 @pytest.mark.parametrize("name", ["empty dropless"])
 def test_experts_that_no_token_chooses_have_no_gradient(name):
     found = one_device(name).gradients["layers/block"]
