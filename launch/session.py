@@ -58,8 +58,11 @@ class Start(NamedTuple):
 def restore_or_init(run: Run, checkpoints: Checkpoints, *, step: int | None = None, **fetch: Any) -> Start:
     """Restores a checkpoint, or initializes a state if the run has none.
 
-    `step`: the checkpoint's step, which must exist; None: the newest intact checkpoint. `fetch`: as in
-    `Checkpoints.restore_newest`.
+    Args:
+      run: the run.
+      checkpoints: its checkpoints.
+      step: the checkpoint's step, which must exist; None: the newest intact checkpoint.
+      **fetch: as in `Checkpoints.restore_newest`.
 
     Raises:
       EarlierPhaseError: the checkpoint belongs to an earlier phase.
