@@ -238,7 +238,7 @@ def kept_spec(axes: Axes, params: Rules, activations: Rules, manual: Collection[
 
     Args:
       params, activations: the strategy's tables.
-      manual: mesh axes that shard rows.
+      manual: the manual mesh axes; only those that shard rows count.
     """
     rows = mesh_axes(activations["batch"])
 

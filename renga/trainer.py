@@ -86,9 +86,8 @@ class Trainer:
             )
         for name in sorted(set(settings) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
-            hint = _OWN.get(name, hint)
-            raise UserError(f"Trainer: unknown setting {name!r}: {hint}")
+            nearest = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
+            raise UserError(f"Trainer: unknown setting {name!r}: {_OWN.get(name, nearest)}")
         if not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir):
             raise UserError(f"Trainer: run_dir = {run_dir!r}: expected a local path or gs://BUCKET/…")
         self.run_dir = str(paths.resolve(run_dir))

@@ -165,7 +165,7 @@ class Fetching:
     def in_place_of(self, step: int) -> int | None:
         """Copies the newest step up to a damaged one of the run directory, which is then renamed.
 
-        Returns its number, or None if nothing was copied, because the step or all later copies are not as they should.
+        Returns its number, or None if nothing was copied: the step is intact, or no copy is.
         """
         found = inspection.verify(self._own / str(step))
         earlier = max((one for one in steps.complete(self._own) if one < step), default=0)

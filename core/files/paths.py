@@ -238,17 +238,17 @@ def read_range(path: epath.Path, start: int, stop: int) -> bytes:
     return found
 
 
-def _unless_it_vanished(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
-
-
 def patterns(value: Any) -> tuple[Any, ...]:
     """Returns a path or pattern, several or none (None or "") as a tuple, with text for path objects."""
     if value is None or value == "":
         return ()
     several = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
     return tuple(os.fspath(one) if isinstance(one, os.PathLike) else one for one in several)
+
+
+def _unless_it_vanished(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def sizes(folder: epath.Path) -> dict[str, int]:

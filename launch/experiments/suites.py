@@ -230,8 +230,8 @@ class Suite:
 
         With `mode.check`, it marks none.
         """
-        texts = [] if self.mode.check else [entry.text for entry in self.entries]
-        found = saved_run.find_runs(self._root, texts, ignoring=_SLICE)
+        texts = [entry.text for entry in self.entries]
+        found = {} if self.mode.check else saved_run.find_runs(self._root, texts, ignoring=_SLICE)
         for entry in self.entries:
             if entry.same_as:
                 self.run_dirs[entry.id] = self.run_dirs[entry.same_as]

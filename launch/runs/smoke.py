@@ -59,9 +59,8 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
         name: math.lcm(*(strategy.multiple_of(*place, name) for place in places)) for name in logical.all_axes()
     }
     rows = multiples["batch"] * math.lcm(*(e.accum_steps * _microbatches(e) for e in every))
-    tiles = math.lcm(
-        *(strategy.row_pieces(place[0], strategy.resolve(*place)) for place in places)
-    )  # one in each piece
+    # A piece of a row is at least a tile of the kernel.
+    tiles = math.lcm(*(strategy.row_pieces(place[0], strategy.resolve(*place)) for place in places))
     length = math.lcm(LENGTH * tiles, multiples["length"]) if shrinks else experiment.row_length
     task = _small_task(experiment.task, model, streams=rows, length=length, partly=partly)
     return dataclasses.replace(

@@ -62,8 +62,8 @@ class Matrices:
           fan_in: initial values have about the standard deviation fan_in ** -0.5.
         """
         init = hk.initializers.TruncatedNormal(fan_in**-0.5)
-        how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "exchanged": exchanged}
-        how["compute_dtype"] = self.decoder.dtype
+        how: dict[str, Any] = {"in_dims": in_dims, "stacked": stacked, "compute_dtype": self.decoder.dtype}
+        how["exchanged"] = exchanged
         if self.decoder.quantization != "none" and not stacked:  # it is laid out for computation after it is rounded
             return logical.param(name, shape, axes, init, **how, as_stored=True).astype(self.decoder.dtype)
         return logical.param(name, shape, axes, init, **how)

@@ -35,14 +35,12 @@ def record(bound: Program) -> Record:
             compile_seconds=time.perf_counter() - started,
             made_with=made,
         )
-    schedule = bound.partitioner.pipeline
     return Record(
         records.COMPILED,
         needed_bytes=found.compiled.peak_bytes,
         needed_is_bound=found.compiled.peak_is_bound,
         state_bytes=found.compiled.argument_bytes,
         time=cost.step_time(found, bound),
-        bubble=schedule.bubble(bound.partitioner.shape["stage"]) if schedule else 0.0,
         compile_seconds=found.compiled.compile_seconds,
         warnings=tuple(found.warnings),
         made_with=made,

@@ -56,7 +56,6 @@ class Record:
     needed_is_bound: bool = False
     state_bytes: float = 0.0
     time: StepTime | None = None
-    bubble: float = 0.0
     compile_seconds: float = 0.0
     warnings: Sequence[str] = ()
     made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)

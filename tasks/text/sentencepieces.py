@@ -115,8 +115,11 @@ class TrainedSentencePiece(SentencePiece):
         """
         folder = paths.resolve(run_dir) / "vocabulary"
         model, digest = folder / f"sentencepiece_{self._size}.model", folder / f"sentencepiece_{self._size}.sha256"
-        is_kept = digest.exists() and (self.path == str(model) or steps.complete(folder.parent / steps.FOLDER))
-        if is_host_zero and not is_kept:
+
+        def is_kept() -> bool:
+            return digest.exists() and (self.path == str(model) or bool(steps.complete(folder.parent / steps.FOLDER)))
+
+        if is_host_zero and not is_kept():
             trained = _train(sample(), self._size)
             _write(trained, model)
             paths.write_text_atomically(digest, hashlib.sha256(trained).hexdigest())

@@ -48,7 +48,6 @@ def compiled_as():
             records.COMPILED,
             needed_bytes=one.estimate.peak_bytes,
             time=time._replace(compute=time.compute * factor, kernels=time.kernels * factor),
-            bubble=one.estimate.bubble,
             compile_seconds=12.0,
             made_with={
                 **versions.installed(versions.COMPILER),

@@ -287,36 +287,32 @@ def test_the_best_checkpoint_can_be_one_whose_evaluation_failed_at_first(tmp_pat
     assert sorted(scored) == [3, 6]
 
 
+def start_phases(run_dir, *, last_step):
+    config = loaded(*EVALUATED, *LONGER)
+    told = {"config": config, "revision": "", "run_dir": str(run_dir), "last_step": last_step, "host": Host(0, 1, True)}
+    prepare = functools.partial(prepared_run.prepare_run, **told)
+    return train.run_phases(config.build().spans(), prepare, str(run_dir), last_step=last_step, lock=None)
+
+
 def test_the_evaluation_at_the_end_of_a_phase_is_made_before_the_next_phase(tmp_path, monkeypatch):
     asked = fail_first_evaluation(monkeypatch)
-    config = loaded(*EVALUATED, *LONGER)
-    told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 6, "host": Host(0, 1, True)}
-    prepare = functools.partial(prepared_run.prepare_run, **told)
     with pytest.raises(OSError, match="no such file"):
-        train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=6, lock=None)
-    train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=6, lock=None)
+        start_phases(tmp_path, last_step=6)
+    start_phases(tmp_path, last_step=6)
     assert asked == [3, 3, 6]
     assert evaluated(tmp_path) == [3, 6]
 
 
 def test_an_evaluation_at_the_end_of_a_phase_that_is_to_be_the_last_is_made_once(tmp_path, monkeypatch):
     asked = fail_first_evaluation(monkeypatch)
-    config = loaded(*EVALUATED, *LONGER)
-    told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 3, "host": Host(0, 1, True)}
-    prepare = functools.partial(prepared_run.prepare_run, **told)
     with pytest.raises(OSError, match="no such file"):
-        train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=3, lock=None)
-    assert train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=3, lock=None)
+        start_phases(tmp_path, last_step=3)
+    assert start_phases(tmp_path, last_step=3)
     assert asked == [3, 3]
 
 
 def test_a_second_call_at_the_end_of_a_phase_returns_its_evaluation(tmp_path, capsys):
-    config = loaded(*EVALUATED, *LONGER)
-    told = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 3, "host": Host(0, 1, True)}
-    prepare = functools.partial(prepared_run.prepare_run, **told)
-    first, again = (
-        train.run_phases(config.build().spans(), prepare, str(tmp_path), last_step=3, lock=None) for _ in range(2)
-    )
+    first, again = (start_phases(tmp_path, last_step=3) for _ in range(2))
     assert first == again
     assert first["validation/loss"] > 0
     assert "\nstep 3 is done; its evaluation follows\n" in f"\n{capsys.readouterr().out}"
