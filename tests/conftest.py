@@ -93,6 +93,16 @@ def _few_programs_of_other_files():
             ctypes.CDLL(None).malloc_trim(0)  # of glibc
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_modules_of_other_files(tmp_path_factory):
+    """Modules that tests wrote and imported are forgotten after their file: another one may use the same name."""
+    yield
+    written = tmp_path_factory.getbasetemp()
+    for name, module in list(sys.modules.items()):
+        if (file := getattr(module, "__file__", None)) and pathlib.Path(file).is_relative_to(written):
+            del sys.modules[name]
+
+
 def _resident_bytes() -> int:
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
