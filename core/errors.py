@@ -1,10 +1,12 @@
 """`UserError`, for errors that a user can correct, and checks that raise it."""
 
 import contextlib
+import dataclasses
+import difflib
 import math
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -103,6 +105,18 @@ def check_number(
     bound = " above 0" if is_positive else f" of at least {least:g}" if math.isfinite(least) else ""
     expected = f"a number from {least:g} to {most:g}" if math.isfinite(most) else f"a finite number{bound}"
     raise UserError(f"{where} = {value!r}: expected {expected}")
+
+
+def check_fields(changes: Iterable[str], *kinds: type, where: str) -> None:
+    """Raises UserError unless every name of `changes` is a field of one of these dataclasses."""
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(changes) - known):
+        nearest = difflib.get_close_matches(unknown[0], sorted(known), n=1)
+        owners = " or ".join(kind.__name__ for kind in kinds)
+        raise UserError(
+            f"{where} has no {', '.join(unknown)}: expected fields of {owners}"
+            f"{', such as ' + nearest[0] if nearest else ''}"
+        )
 
 
 def check_text(value: Any, *, where: str) -> None:

@@ -402,13 +402,14 @@ def param(
     Raises:
       UserError: an axis or `kind` is unknown, or arguments do not fit together.
     """
-    names = tuple(axes)
+    names, used = tuple(axes), jnp.dtype(compute_dtype or dtype)
     where = f"parameter {hk.experimental.current_name()}/{name}"
     if len(names) != len(shape):
         raise UserError(f"{where}: {len(names)} axes {names} for shape {tuple(shape)}")
     check_names(names, where=where)
     try:
-        spec = ParamSpec(names, kind, in_dims, stacked, trainable, jnp.dtype(dtype).name, exchanged)
+        stored_as, computed = jnp.dtype(dtype).name, "" if as_stored else used.name
+        spec = ParamSpec(names, kind, in_dims, stacked, trainable, stored_as, exchanged, computed)
     except UserError as error:
         raise UserError(f"{where}, shape {tuple(shape)}, axes {Axes(names)}: {error}") from error
     _remember(name, spec)
@@ -418,7 +419,7 @@ def param(
         shape = tuple(size // shards(entry, sizes) for size, entry in zip(shape, parts, strict=True))
     with _set(_in_param, True):
         stored = hk.get_parameter(name, shape, dtype, init)
-    return stored if as_stored else constrain(stored.astype(compute_dtype or dtype), *names)
+    return stored if as_stored else constrain(stored.astype(used), *names)
 
 
 def _remember(name: str, spec: ParamSpec) -> None:

@@ -50,6 +50,7 @@ class ParamSpec:
       dtype: stored dtype.
       exchanged: whether its layer exchanges activations between the chips that shard it, so that it is not gathered
         where such a layer runs in a manual region.
+      computed: dtype in which layers use it; "": that of the model.
     """
 
     axes: tuple[str | None, ...]
@@ -59,6 +60,7 @@ class ParamSpec:
     trainable: bool = True
     dtype: str = "float32"
     exchanged: bool = False
+    computed: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "axes", tuple(self.axes))

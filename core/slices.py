@@ -315,7 +315,7 @@ def get(name: str) -> Slice:
     if ":" in name:
         return _of_devices(name)
     count, times, single = name.partition("x")
-    if times and count.isdigit() and int(count) >= 1:
+    if times and count.isdigit() and int(count) >= 1 and not single[:1].isdigit():
         return _several(get(single), int(count))
     generation, _, number = name.partition("-")
     canonical = f"{_ALIASES.get(generation, generation)}-{number}"

@@ -130,6 +130,7 @@ class LayerFn:
       axes: returns the tree of `Axes` of one layer's parameters.
       dtypes: tree of dtypes: that to which a layer casts a parameter, otherwise the stored one.
       undivided: as in `layer_stack`.
+      group: number of layers of the model that it runs.
     """
 
     plain: Callable[[Layer, Stream, Side, Kind], tuple[Stream, Outputs]]
@@ -141,6 +142,7 @@ class LayerFn:
     dtypes: Any
     is_first: bool = False
     undivided: str = ""
+    group: int = 1
     _calls: dict[tuple[Kind, bool], Callable] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __call__(
@@ -434,6 +436,7 @@ def _layer_fn(
         outputs=out,
         axes=lambda: _axes(one.init(kinds[0]), group, arguments),
         dtypes=stack_dtypes.computed(traced, stacked.params),
+        group=group,
     )
 
 

@@ -132,6 +132,7 @@ class Session:
           continues: whether this start has trained the phase before.
         """
         self._run, self._lock, self._also, self._continues = run, lock, also, continues
+        self._fetch: dict[str, Any] = {}  # how a restore replaces a damaged step
 
     def run(self) -> dict[str, float]:
         """Trains from the newest checkpoint, if there is one, to the last step.
@@ -212,12 +213,11 @@ class Session:
         distributed.decided_by_host_zero(
             lambda: continuation.require_fit(run.run_dir, run.meta, run.span, run.program, left_out=left_out)
         )
-        fetch: dict[str, Any] = {}
         if place := settings.checkpoint_mirror:
             from core.checkpoints import copying
 
             say = functools.partial(print, flush=True)
-            fetch["fetch"] = copying.Fetching(run.run_dir, place, say=say).in_place_of
+            self._fetch["fetch"] = copying.Fetching(run.run_dir, place, say=say).in_place_of
         self._checkpoints = Checkpoints(
             run.checkpoint_dir,
             keep=settings.keep_checkpoints,
@@ -227,14 +227,17 @@ class Session:
             keep_best=settings.keep_best,
         )
         try:
-            return restore_or_init(run, self._checkpoints, **fetch)
+            return restore_or_init(run, self._checkpoints, **self._fetch)
         except EarlierPhaseError:
             self._checkpoints.close()
             raise
 
     def _rolled_back(self) -> TrainState:
         self._checkpoints.wait()  # an incomplete save would not be found
-        return restore_or_init(self._run, self._checkpoints).state
+        start = restore_or_init(self._run, self._checkpoints, **self._fetch)
+        if self._evaluate:
+            self._evaluate.forget()
+        return start.state
 
     def _begin(self, start: Start) -> None:
         run, settings = self._run, self._run.experiment
@@ -315,7 +318,7 @@ class Session:
         if settings.checkpointing.keep_best:  # a checkpoint contains its scores
             if self._evaluate:
                 self._evaluate.unless = preemption.needs_state
-            used += [*evaluating, *saving, preemption]
+            used += [*saving[:-1], *evaluating, saving[-1], preemption]  # parameters alone have none
         else:  # a long evaluation must not delay a save
             used += [*saving, preemption, *evaluating]
         used += self._profiles()
@@ -434,8 +437,8 @@ class Session:
             return optimizer.evaluated(state.params, state.opt_state)
 
         def due_alone(step: int) -> bool:
-            is_due = step % every == 0 or step == run.last_step
-            return is_due and not preemption.needs_state(step)  # the whole state must not wait then
+            # The whole state must not wait in a preemption; but no later start would save the last step.
+            return step == run.last_step or (step % every == 0 and not preemption.needs_state(step))
 
         # At the same step, the parameters come first: the whole state takes longer, beside the next steps.
         return [hooks.SaveParams(self._checkpoints, evaluated, meta, due=due_alone, check=check), save]

@@ -190,7 +190,7 @@ class Fetching:
         return None
 
     def _fetch(self, step: int, *, damaged: int | None = None) -> bool:
-        """Copies a step if it is intact; only then, a damaged step of the run directory is renamed."""
+        """Copies a step if it is intact; only then, a damaged or incomplete one of the run directory is renamed."""
         if step in self._damaged:
             return False
         _copy_prepared(self._there.parent, self._own.parent)  # first: a start with the step does not fetch again
@@ -202,8 +202,9 @@ class Fetching:
             fetched.parent.rmtree()
             self._say(f"warning: in {self._there.parent}, {found.describe()}. The run does not use this copy")
             return False
-        if damaged is not None:
-            steps.set_damaged_aside(self._own, damaged)
+        for left in {step, step if damaged is None else damaged}:
+            if (self._own / str(left)).exists():
+                steps.set_damaged_aside(self._own, left)
         self._own.mkdir(parents=True, exist_ok=True)
         fetched.rename(self._own / str(step))
         fetched.parent.rmtree()

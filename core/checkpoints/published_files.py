@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.files import foreign_json, paths
 
 CONFIG = "config.json"
@@ -80,6 +80,8 @@ def _copies(run_dir: str) -> dict[str, paths.Path]:
         listed = foreign_json.load_object((folder / FOLDER / _LIST).read_bytes())
         if outside := [name for name in listed.values() if not (isinstance(name, str) and name.isdecimal())]:
             raise foreign_json.MalformedError(f"{_LIST} names {outside[0]!r}, expected the number of a folder")
+    except UnreachableError:
+        raise
     except Exception as error:  # a bucket's client has exception types of its own
         raise UserError(f"cannot read the run directory {run_dir}: {_said(error)}") from error
     return {text: folder / FOLDER / name for text, name in listed.items()}

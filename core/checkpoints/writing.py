@@ -128,6 +128,7 @@ class Writing:
         """Returns whether the save is complete; WriteFailedError if it is known to have failed."""
         self._raise_own()
         if not self._thread.is_alive():
+            self._raise_own()  # it may have failed since
             return True
         self._require_in_time()
         if time.monotonic() - self._looked_at >= _LOOK_SECONDS:

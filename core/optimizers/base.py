@@ -122,7 +122,8 @@ class Optimizer:
             rates = [node.hyperparams["learning_rate"] for node in injected if "learning_rate" in node.hyperparams]
             return jnp.asarray(rates[0], jnp.float32)[(0,) * jnp.ndim(rates[0])] if rates else None  # of any layer
         counted = [node.count for node in nodes(state, optax.ScaleByScheduleState)]
-        return jnp.asarray(self.learning_rate(counted[0] if counted else step), jnp.float32)
+        count = counted[0][(0,) * jnp.ndim(counted[0])] if counted else step  # of any layer
+        return jnp.asarray(self.learning_rate(count), jnp.float32)
 
     def trainable(self, params: Params) -> Params:
         """Returns `params`, with `jax.lax.stop_gradient` applied to the frozen ones."""

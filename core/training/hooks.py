@@ -435,10 +435,21 @@ class RollBack(Hook):
     """Makes the loop continue from the newest checkpoint, at most MOST_ROLLED_BACK times without progress."""
 
     def __init__(
-        self, say: Say, *, newest: Callable[[], int | None] = lambda: None, wait: Callable[[], None] = lambda: None
+        self,
+        say: Say,
+        *,
+        newest: Callable[[], int | None] = lambda: None,
+        wait: Callable[[], None] = lambda: None,
+        lost_after: Callable[[int], None] = lambda step: None,
     ):
-        """`say(step, metric, sentence)` is called for every rollback; others are as in `policy_hook`."""
-        self._say, self._newest, self._wait = say, newest, wait
+        """Takes what to call for every rollback.
+
+        Args:
+          say: `say(step, metric, sentence)`, last.
+          newest, wait: as in `policy_hook`.
+          lost_after: gets the last step that was not lost.
+        """
+        self._say, self._newest, self._wait, self._lost_after = say, newest, wait, lost_after
         self._failed_at = 0
         self._in_vain = 0
 
@@ -456,6 +467,7 @@ class RollBack(Hook):
         self._wait()  # an incomplete save would not be found
         newest = self._newest()
         where = "the start, because there is no checkpoint" if newest is None else f"the checkpoint of step {newest}"
+        self._lost_after(newest or 0)
         self._say(self._failed_at, ROLLED_BACK, f"{said} Back to {where}, with the data after this.")
         raise trainer.RollBackError(said)
 
@@ -486,5 +498,5 @@ def policy_hook(
         case "skip":
             return Skip(say)
         case "roll_back":
-            return RollBack(say, newest=newest, wait=wait)
+            return RollBack(say, newest=newest, wait=wait, lost_after=writers.lost_after)
     return Stop(newest=newest, wait=wait)

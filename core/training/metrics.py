@@ -80,6 +80,9 @@ class Writer(Protocol):
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Records a text, such as the configuration."""
 
+    def lost_after(self, step: int) -> None:
+        """Records that the steps after `step` were lost, so that their records do not count."""
+
     def flush(self, *, now: bool = False) -> None:
         """Writes recorded values where readers see them; into a bucket at most every 30 s, or `now`."""
 
@@ -102,6 +105,11 @@ class Writers:
         """Records a text, such as the configuration."""
         for writer in self._writers:
             writer.text(tag, text, step=step)
+
+    def lost_after(self, step: int) -> None:
+        """Records that the steps after `step` were lost, so that their records do not count."""
+        for writer in self._writers:
+            writer.lost_after(step)
 
     def flush(self, *, now: bool = False) -> None:
         """Flushes every writer."""
@@ -128,7 +136,7 @@ def open_writers(run_dir: str, *, is_host_zero: bool, first_step: int = 0, wandb
     is_begun = (directory / JSONL_NAME).exists()
     lines = JsonLines(directory / JSONL_NAME)
     if is_begun:
-        lines.text(STARTED, "records above this line of later steps are of steps that were lost", step=first_step)
+        lines.lost_after(first_step)
     writers: list[Writer] = [TensorBoard(directory / TENSORBOARD_NAME, first_step=first_step), lines]
     if wandb_project:
         run_id = _wandb_id(directory, run_dir=os.fspath(directory), is_begun=is_begun)
@@ -174,6 +182,12 @@ class TensorBoard:
         """Records a text verbatim: as an indented block, because TensorBoard renders Markdown."""
         self._events.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), global_step=step)
 
+    def lost_after(self, step: int) -> None:
+        """Hides earlier events of steps after `step`."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._events.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
+
     def flush(self, *, now: bool = False) -> None:
         """Writes recorded values into the event file."""
         self._events.flush()
@@ -217,6 +231,10 @@ class JsonLines:
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Records a text under `text` with its `tag`."""
         self._write({"step": step, "time_seconds": round(time.time(), 3), "tag": tag, "text": text})
+
+    def lost_after(self, step: int) -> None:
+        """Makes `read` pass over earlier lines of steps after `step`."""
+        self.text(STARTED, "records above this line of later steps are of steps that were lost", step=step)
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
@@ -332,6 +350,10 @@ class WeightsAndBiases:
         """Adds a text to the configuration of the run."""
         del step
         self._run.config.update({tag: text}, allow_val_change=True)
+
+    def lost_after(self, step: int) -> None:
+        """Does nothing: both records are shown."""
+        del step
 
     def flush(self, *, now: bool = False) -> None:
         """Does nothing."""

@@ -8,7 +8,7 @@ import jax
 from core import logical, parameters, units
 from core.batches import batch_shapes
 from core.checkpoints import layer_map, published_files, reading, steps, warm_start
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.hosts import distributed
 from core.model_settings import differing_settings
 from core.parameters import Specs
@@ -130,7 +130,8 @@ def _source_of(left_out: steps.LeftOut, model: Model, place: str, checkpoint: st
     try:
         found = _opened(model, _pinned(place))
     except (UserError, OSError) as error:
-        raise UserError(
+        kind = UnreachableError if isinstance(error, UnreachableError) else UserError
+        raise kind(
             f"{checkpoint} does not contain {units.counted(len(left_out.arrays), 'frozen parameter')}, which the run "
             f"read from {left_out.source}. {error}\n{left_out.source}: {warm_start.PUT_BACK}"
         ) from error

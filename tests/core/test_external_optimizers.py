@@ -7,7 +7,7 @@ import optax
 import optax.contrib
 import pytest
 
-from core import optimizers
+from core import optimizers, parameters
 from core.logical import Axes
 from core.parameters import ParamSpec
 
@@ -25,6 +25,17 @@ SHAPES = jax.eval_shape(lambda: PARAMS)
 
 def adapted(transformation, specs=SPECS, **options):
     return optimizers.from_optax(transformation=transformation, **options).bound(specs)
+
+
+def test_the_rate_of_a_transformation_that_is_applied_to_each_layer_is_a_number():
+    rate = optax.linear_schedule(0.5, 0.0, 5)
+    optimizer = optimizers.Optimizer(lambda specs: parameters.by_layer(optax.sgd(rate), specs), rate).bound(SPECS)
+    state = optimizer.init(PARAMS)
+    _, after = optimizer.update(grads_at(PARAMS), state, PARAMS, extras={}, value=jnp.float32(1))
+    for counted, expected in ((state, 0.5), (after, 0.4)):
+        found = optimizer.rate(counted, jnp.int32(0), after=counted)
+        assert found.shape == ()
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def grads_at(params):

@@ -76,7 +76,8 @@ def test_host_order_and_coordinates_are_those_of_libtpu(name, tpu_topology):
 
 @pytest.mark.covers("R08")
 @pytest.mark.parametrize(
-    ("wrong", "nearest"), [("v4-30", "v4-32"), ("v4_32", "v4-32"), ("v5-64", "v5p-64"), ("v4-33", "v4-32")]
+    ("wrong", "nearest"),
+    [("2x2xv4-8", ""), ("v4-30", "v4-32"), ("v4_32", "v4-32"), ("v5-64", "v5p-64"), ("v4-33", "v4-32")],
 )
 def test_unknown_slice_names_the_nearest(wrong, nearest):
     with pytest.raises(ValueError, match=f"unknown TPU slice '{wrong}'.*Nearest:.*{nearest}"):

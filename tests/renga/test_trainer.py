@@ -17,8 +17,11 @@ import pytest
 import renga
 from core.checkpoints import steps
 from core.errors import UserError
+from core.files import paths
+from core.hosts import distributed
 from core.hosts.heartbeat import DivergedError
 from core.training import goodput, replicas
+from core.training.hooks import PreemptedError
 from core.training.run_lock import RunLock
 from launch.phases import Phase
 
@@ -71,6 +74,17 @@ def trainer(run_dir, **changes):
         "replica_check_interval": 0,
     }
     return renga.Trainer(run_dir=run_dir, **{**parts, **rest, **changes})
+
+
+def test_a_preemption_in_the_last_step_saves_its_parameters_alone_too(tmp_path, monkeypatch):
+    """No later start would: nothing is left to train."""
+    made = trainer(tmp_path / "run", params_checkpoint_interval=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "preempted", lambda step: step == 6)
+        with pytest.raises(PreemptedError):
+            made.fit(6)
+    run = paths.resolve(tmp_path / "run")
+    assert [steps.complete(run / folder) for folder in (steps.FOLDER, steps.PARAMS_FOLDER)] == [[6], [4, 6]]
 
 
 @pytest.mark.parametrize(

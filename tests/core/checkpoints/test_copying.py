@@ -296,6 +296,24 @@ def test_an_intact_copy_takes_the_place_of_a_damaged_step(run, tmp_path):
     assert store.Checkpoints(folder, keep=9).restore_newest(layout, fetch=fetching.in_place_of)[0] == 7
 
 
+def test_a_copy_is_fetched_over_what_is_left_of_a_step(tmp_path):
+    """A best step whose description is cut is not among those that the run describes, nor a step without its mark."""
+    run, place = tmp_path / "run", str(tmp_path / "kept")
+    copier = copying.Copying(str(run), place, keep=2, keep_best="validation/loss", say=print)
+    save_evaluated(run, {1: 3.0, 2: 1.0, 3: 2.0}, after=copier.copy_newest)
+    own = run / "checkpoints"
+    described = own / "2" / "meta" / "metadata"
+    described.write_bytes(described.read_bytes()[:-3])
+    assert copying.Fetching(str(run), place, say=print).best("validation/loss") == 2
+    (own / "3" / "_CHECKPOINT_METADATA").unlink()
+    assert copying.Fetching(str(run), place, say=print).newest() == 3
+    assert intact(run) == [2, 3]
+    assert sorted(folder.name.rpartition("-")[0] for folder in own.iterdir() if "-" in folder.name) == [
+        "damaged-2",
+        "damaged-3",
+    ]
+
+
 def test_damaged_steps_keep_their_names_if_no_copy_is_intact(run, tmp_path):
     """Otherwise the next start would find no checkpoint, and begin anew."""
     place = tmp_path / "kept"

@@ -10,8 +10,8 @@ import typing
 import huggingface_hub
 import pytest
 
-from core.checkpoints import published_files
-from core.errors import UserError
+from core.checkpoints import published_files, steps
+from core.errors import UnreachableError, UserError
 from core.files import paths
 
 
@@ -98,6 +98,16 @@ def test_a_run_with_a_checkpoint_reads_its_copies(tmp_path):
     assert (copy / "config.json").read_text() == '{"model_type": "llama"}'
     published_files.use_copies(None)
     assert published_files.copy_of(str(model)) is None
+
+
+def test_a_run_directory_that_cannot_be_reached_now_says_that_another_start_can_help(monkeypatch):
+    def unreachable(folder):
+        raise UnreachableError("no route")
+
+    monkeypatch.setattr(steps, "complete", unreachable)
+    published_files.use_copies("gs://bucket/run")
+    with pytest.raises(UnreachableError, match="no route"):
+        published_files.small_files("a_model")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

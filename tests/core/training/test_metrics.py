@@ -258,6 +258,21 @@ def test_steps_that_a_later_start_did_not_continue_from_are_not_read(tmp_path):
     assert not found.has_evaluation(6)
 
 
+def test_steps_that_a_rollback_lost_are_not_read_and_not_shown(tmp_path):
+    writers = metrics.open_writers(str(tmp_path), is_host_zero=True)
+    for step in (2, 4):
+        writers.scalars(step, {"loss": float(step), "validation/loss": 1.0})
+    writers.lost_after(3)
+    writers.scalars(5, {"rolled_back": 1.0})
+    writers.scalars(4, {"loss": 0.5})
+    writers.close()
+    found = metrics.read(str(tmp_path))
+    assert found.curve("loss") == [(2, 2.0), (4, 0.5)]
+    assert (found.curve("rolled_back"), found.has_evaluation(2), found.has_evaluation(4)) == ([(5, 1.0)], True, False)
+    assert series(tmp_path / "tensorboard", "loss") == [(2, 2.0), (4, 0.5)]
+    assert series(tmp_path / "tensorboard", "validation/loss") == [(2, 1.0)]
+
+
 def test_a_run_in_a_bucket_cannot_be_logged_offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(UserError, match="WANDB_MODE=offline keeps the records of renga in the run directory"):

@@ -59,6 +59,18 @@ def test_every_rollback_is_reported_and_their_number_is_limited():
     assert warnings[0].startswith("step 3: loss = nan")
 
 
+def test_records_of_lost_steps_are_lost_and_that_of_the_rollback_is_not():
+    calls = []
+
+    class Writer:
+        def __getattr__(self, name):
+            return lambda *args, **_: calls.append((name, *args))
+
+    hook = hooks.policy_hook("roll_back", warn=lambda _: None, writers=metrics.Writers([Writer()]), newest=lambda: 2)
+    trainer.train(Program().train_step, Batches(), state(0), restore=lambda: state(2), total_steps=4, hooks=[hook])
+    assert calls == [("lost_after", 2), ("scalars", 3, {"rolled_back": 1.0}), ("flush",)]
+
+
 def test_without_a_rollback_hook_the_loop_raises():
     program = Program()
     with pytest.raises(hooks.NonFiniteLossError, match="step 3: loss = nan"):
