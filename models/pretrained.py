@@ -8,6 +8,7 @@ params = folder.load(abstract_params, specs)
 from typing import Any
 
 from core.checkpoints import published_files
+from core.errors import check_fields
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
 
@@ -18,8 +19,9 @@ def model(folder: str, **changes: Any) -> Transformer:
     `folder` is local, gs:// or hf://OWNER/NAME.
 
     Raises:
-      UserError: the file cannot be read, or the decoder cannot express the model.
+      UserError: the file cannot be read, the decoder cannot express the model, or a field is unknown.
     """
+    check_fields(changes, Transformer, where="pretrained.model")
     found = published_files.small_files(folder)
     fields = families.fields(families.read_config(found), where=str(found / published_files.CONFIG))
     return Transformer(**{**fields, **changes})

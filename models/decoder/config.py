@@ -47,6 +47,7 @@ _CHOICES = {
     "bias": ("none", "qkv", "all"),
     "activation": derivatives.ACTIVATIONS,
     "positions": ("rotary", "learned"),
+    **dict.fromkeys(("tied", "gated", "layer_scale", "keeps_states"), (False, True)),
 }
 # Fields that do not change what the model computes.
 _NOT_SETTINGS = {
@@ -249,12 +250,13 @@ class DecoderConfig(Decoder):
                     f"Transformer: a layer has two parts called {doubled[0]!r}: make one of them a "
                     "subclass with another `name`"
                 )
-            matrices = [name for part in kind.mixers for name in part.matrices]
-            if shared := [name for name in matrices if matrices.count(name) > 1]:
-                owners = " and ".join(part.name for part in kind.mixers if shared[0] in part.matrices)
+            own = {name: (*part.matrices, *part.without_adapters) for name, part in parts_of(kind).items()}
+            every = [matrix for matrices in own.values() for matrix in matrices]
+            if shared := [matrix for matrix in every if every.count(matrix) > 1]:
+                owners = " and ".join(name for name, matrices in own.items() if shared[0] in matrices)
                 raise UserError(
-                    f"Transformer: {owners} of one layer would share their matrices, such as {shared[0]!r}: add "
-                    "mixers whose parameters have other names, such as s5.S5 or TTTMixer"
+                    f"Transformer: {owners} of one layer would share their matrices, such as {shared[0]!r}: use parts "
+                    "whose parameters have other names, such as s5.S5 or TTTMixer"
                 )
             for part in parts_of(kind).values():
                 _check_class(type(part))
@@ -373,7 +375,7 @@ class DecoderConfig(Decoder):
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
         layers = [*self._firsts, *self._repeated] if self.first_mixer else self._repeated
-        found = [part.rotation(self) for mixers, _ in layers for part in mixers]
+        found = [part.rotation(self) for mixers, last in layers for part in (*mixers, last) if part is not None]
         others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
         return tuple(sorted(others, key=lambda one: others[one]))
 
@@ -412,7 +414,7 @@ class DecoderConfig(Decoder):
         def small(part: Part) -> Part:
             return part.small(self, width) if isinstance(part, Mlp) else part.shrink(multiples)
 
-        return dataclasses.replace(
+        found = dataclasses.replace(
             self,
             num_layers=len(firsts) + layers * math.ceil(len(self.repeated_kinds) / layers),
             embed_dim=math.lcm(16, multiples["embed"]),
@@ -427,6 +429,15 @@ class DecoderConfig(Decoder):
             layer_inputs=self.layer_inputs and dataclasses.replace(self.layer_inputs, width=8),
             planner=self.planner and dataclasses.replace(self.planner, chunk=8),
         )
+        return dataclasses.replace(found, rope_scaling=_shrunk(self.rope_scaling, found))
+
+
+def _shrunk(scaling: rotary.Scaling | None, decoder: DecoderConfig) -> rotary.Scaling | None:
+    """Returns a scaling of rotary frequencies with factors for the smaller heads of a decoder."""
+    if not isinstance(scaling, rotary.LongRope):
+        return scaling
+    width = max(one.width or decoder.head_width for one in decoder.rotations if one.scaling == scaling)
+    return dataclasses.replace(scaling, short=scaling.short[: width // 2], long=scaling.long[: width // 2])
 
 
 def slots(kind: LayerKind) -> list[tuple[str, str, dict[str, Part]]]:

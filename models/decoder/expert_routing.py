@@ -121,11 +121,18 @@ def empty_sums(settings: Choices) -> dict[str, jax.Array]:
 
 
 def with_routing(
-    settings: Choices, found: LossOutput, sums: Mapping[str, jax.Array], *, num_layers: int, is_training: bool
+    settings: Choices,
+    name: str,
+    found: LossOutput,
+    sums: Mapping[str, jax.Array],
+    *,
+    num_layers: int,
+    is_training: bool,
 ) -> LossOutput:
     """Adds the losses and metrics of routing, as means over layers, to the sums of a decoder.
 
     Args:
+      name: begins the names of the metrics.
       found: the sums with the cross-entropy.
       sums: results of `Routing.summed`, added over layers.
       is_training: whether to add losses, and metrics of drops and loads.
@@ -134,18 +141,18 @@ def with_routing(
     per_expert = sums["tokens"] * settings.top_k / settings.num_experts
     digits = len(str(settings.num_experts - 1))
     metrics = {
-        "experts/imbalance": WeightedSum(sums["balance"] / (settings.top_k * num_layers), weight_sum),
-        "experts/z": WeightedSum(sums["z"] / num_layers, weight_sum),
-        "experts/entropy": WeightedSum(sums["entropy"], sums["tokens"]),
+        f"{name}/imbalance": WeightedSum(sums["balance"] / (settings.top_k * num_layers), weight_sum),
+        f"{name}/z": WeightedSum(sums["z"] / num_layers, weight_sum),
+        f"{name}/entropy": WeightedSum(sums["entropy"], sums["tokens"]),
     }
     if not is_training:
         return found._replace(metrics={**found.metrics, **metrics})
-    metrics["experts/dropped"] = WeightedSum(sums["dropped"], settings.top_k * sums["tokens"])
+    metrics[f"{name}/dropped"] = WeightedSum(sums["dropped"], settings.top_k * sums["tokens"])
     for e in range(settings.num_experts):
-        metrics[f"experts/load_{e:0{digits}d}"] = WeightedSum(sums["choices"][e], per_expert)
+        metrics[f"{name}/load_{e:0{digits}d}"] = WeightedSum(sums["choices"][e], per_expert)
     loss_sum = found.loss_sum
     if settings.load_balance_coef or settings.z_loss:
-        metrics["cross_entropy"] = WeightedSum(loss_sum, weight_sum)
+        metrics["cross_entropy"] = found.metrics.get("cross_entropy", WeightedSum(loss_sum, weight_sum))
         loss_sum += (settings.load_balance_coef * sums["balance"] + settings.z_loss * sums["z"]) / num_layers
     return found._replace(loss_sum=loss_sum, metrics={**found.metrics, **metrics})
 

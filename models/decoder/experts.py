@@ -201,7 +201,7 @@ class Experts(Part, expert_routing.Choices):
         return expert_routing.empty_sums(self)
 
     def finish(self, found: LossOutput, sums: Any, *, num_layers: int, is_training: bool) -> LossOutput:
-        return expert_routing.with_routing(self, found, sums, num_layers=num_layers, is_training=is_training)
+        return expert_routing.with_routing(self, self.name, found, sums, num_layers=num_layers, is_training=is_training)
 
     def shrink(self, multiples: Mapping[str, int]) -> Experts:
         width = math.lcm(16, multiples["mlp"])
@@ -216,9 +216,9 @@ class Experts(Part, expert_routing.Choices):
         )
 
     def settings(self, decoder: Decoder) -> dict[str, Any]:
-        training = {"experts.capacity_factor", "experts.load_balance_coef", "experts.z_loss"}
+        training = {f"{self.name}.{field}" for field in ("capacity_factor", "load_balance_coef", "z_loss")}
         found = {name: value for name, value in super().settings(decoder).items() if name not in training}
-        return {**found, "experts.mlp_dim": self.width(decoder)}
+        return {**found, f"{self.name}.mlp_dim": self.width(decoder)}
 
 
 def _gated(shared: jax.Array, x: jax.Array) -> jax.Array:

@@ -153,7 +153,8 @@ class Heads(Part):
                 f"{name}.num_kv_heads = {self.num_kv_heads}: Transformer.num_heads = {decoder.num_heads} is not a "
                 "multiple of it"
             )
-        if self.head_dim is not None and self.head_dim % 2 and self.rotation(decoder) is not None:
+        is_odd = self.head_dim is not None and self.head_dim % 2
+        if is_odd and decoder.positions == "rotary" and self.rotation(decoder) is not None:
             raise UserError(f"{name}.head_dim = {self.head_dim} is odd; rotary embeddings need an even size")
 
     def width(self, decoder: Decoder) -> int:
@@ -315,6 +316,12 @@ class Attention(Heads):
 
     def with_same_parameters(self) -> Self:
         return dataclasses.replace(super().with_same_parameters(), window=None, rope_theta=None, rotary_fraction=1.0)
+
+    def shrink(self, multiples: Mapping[str, int]) -> Self:
+        found = super().shrink(multiples)
+        rotated = int((found.head_dim or math.lcm(8, multiples["head_dim"])) * self.rotary_fraction)
+        is_odd = 0 < self.rotary_fraction < 1 and (rotated % 2 or not rotated)
+        return dataclasses.replace(found, rotary_fraction=0.5) if is_odd else found
 
     @property
     def source(self) -> Self:

@@ -43,6 +43,7 @@ class Decoder(Protocol):
     attention_tiles: Tiles | None
     norm: str
     norm_eps: float
+    positions: str
     bias: str
     gated: bool
     activation: str

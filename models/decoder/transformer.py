@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import haiku as hk
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from core import logical, random_bits, stack
-from core.errors import UserError
+from core.errors import UserError, check_fields
 from core.types import Batch, LossOutput, Params
 from models import derivatives, lora, losses
 from models.decoder import block, chunked_loss, layers, rotary
@@ -76,12 +77,13 @@ class Transformer(DecoderConfig):
         for part in parts:
             part.check(self)
         self._check_states()
-        for name, part in self._parts.items():
-            shared = (part.keeps_state and self.keeps_states) or bool(jax.tree.leaves(jax.eval_shape(part.empty_sums)))
-            if shared and any(parts_of(kind).get(name, part) != part for kind in self.layer_kinds):
+        for name in self._parts:
+            named = {found for kind in self.layer_kinds if (found := parts_of(kind).get(name))}
+            if len(named) > 1 and any(map(self._shares_by_name, named)):
                 raise UserError(
                     f"Transformer: parts called {name!r} have different settings, but share sums or states under "
-                    "this name: give them the same settings, or make one a subclass with another `name`"
+                    "this name: give them the same settings, or make one a subclass with another `name` (of a "
+                    "feed-forward: and with a `norm`)"
                 )
         for part in (part for kind in self.first_kinds for part in parts_of(kind).values()):
             if jax.tree.leaves(jax.eval_shape(part.empty_sums)):
@@ -96,6 +98,9 @@ class Transformer(DecoderConfig):
                     f"lora.adapted.targets: this decoder has no matrix {', '.join(map(repr, wrong))}; expected some of "
                     f"{known}"
                 )
+
+    def _shares_by_name(self, part: Part) -> bool:
+        return (part.keeps_state and self.keeps_states) or bool(jax.tree.leaves(jax.eval_shape(part.empty_sums)))
 
     def _check_states(self) -> None:
         if not self.keeps_states:
@@ -290,7 +295,8 @@ class Transformer(DecoderConfig):
             found = {name: part.empty_state(self, rows, length) for name, part in parts_of(kind).items()}
             return {name: state for name, state in found.items() if jax.tree.leaves(state)}
 
-        layers = self._laid_out(tuple(state(self.layer_kind(layer)) for layer in range(self.num_layers)))
+        kinds = tuple(map(self.layer_kind, range(self.num_layers)))
+        layers = _laid_out(kinds, tuple(map(state, kinds)))
         if self.planner is None:
             return layers
         from models.decoder import chunk_planner  # only models with a planner need it
@@ -392,7 +398,7 @@ class Transformer(DecoderConfig):
         layers, x = stack.layer_stack(layer, len(kinds), **how), x.with_places(self, kinds, states)
         starts = jnp.broadcast_to(start, (len(kinds),))
         x, states = hk.transform(layers).apply(params, None, (x, states), side, starts)
-        return x, self._laid_out(states)
+        return x, _laid_out(kinds, states)
 
     def after_layers(self, params: Params, x: Passing) -> jax.Array:
         """Returns the logits of the last of T positions, [B, vocab_size], float32; x is from `extend_layers`."""
@@ -407,9 +413,6 @@ class Transformer(DecoderConfig):
 
         assert self.planner is not None
         return chunk_planner.Plans(self, self.planner)
-
-    def _laid_out(self, states: Cache) -> Cache:
-        return tuple({name: self._parts[name].laid_out(part) for name, part in s.items()} for s in states)
 
     @property
     def _parts(self) -> dict[str, Part]:
@@ -509,6 +512,14 @@ class Transformer(DecoderConfig):
         return self.unembedded(head.unembed, layers.normalize(self, x, *head.norm))
 
 
+def _laid_out(kinds: Sequence[LayerKind], states: Cache) -> Cache:
+    def of_layer(kind: LayerKind, of_parts: block.State) -> block.State:
+        parts = parts_of(kind)
+        return {name: parts[name].laid_out(state) for name, state in of_parts.items()}
+
+    return tuple(map(of_layer, kinds, states))
+
+
 def _inserted(x: jax.Array, inserted: Inserted) -> jax.Array:
     if ring_attention.shards() > 1:
         raise UserError(
@@ -523,7 +534,7 @@ def preset(name: str, **changes) -> Transformer:
     """Returns the decoder called `name` (`models.decoder.presets`), with fields replaced by `changes`.
 
     Raises:
-      UserError: there is no preset of this name.
+      UserError: there is no preset of this name, or a field is unknown.
     """
     from models.decoder import presets  # a model of given sizes needs none
 
@@ -533,5 +544,6 @@ def preset(name: str, **changes) -> Transformer:
             f"transformer.preset: no preset {name!r} (did you mean {near[0]}?); expected one of "
             f"{', '.join(presets.FIELDS)}"
         )
+    check_fields(changes, Transformer, where="transformer.preset")
     found = presets.FIELDS[name]
     return Transformer(**{**(found() if callable(found) else found), **changes})

@@ -25,7 +25,9 @@ def multipliers(model: DecoderConfig) -> dict[str, float]:
     """Returns the multipliers of a decoder, by their keys."""
     root = model.embed_dim**0.5 if model.scaled_embedding is True else model.scaled_embedding
     scale = family.attention_of(model).score_scale(model)
-    values = (float(root or 1), scale, model.residual_scale, round(1 / model.logit_scale, 12))
+    exact, short = 1 / model.logit_scale, round(1 / model.logit_scale, 12)
+    logits_scaling = short if 1 / short == model.logit_scale else exact
+    values = (float(root or 1), scale, model.residual_scale, logits_scaling)
     return dict(zip(MULTIPLIERS, values, strict=True))
 
 

@@ -68,6 +68,11 @@ class GatedDelta(Part):
 
     name = "gated_delta"
     is_recurrent = True
+    without_adapters = (
+        *(f"delta_{name}" for name in ("query", "key", "value", "gate", "output")),
+        "strength",
+        "step",
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

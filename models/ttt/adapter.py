@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from core import logical, parameters, random_bits
-from core.errors import UserError
+from core.errors import UserError, check_fields
 from core.types import Batch, LossOutput, Params, WeightedSum
 from models import derivatives, losses
 from models.decoder import chunked_loss
@@ -465,6 +465,8 @@ def adapted(
       settings: further fields of `TTTConfig`, by name.
       **options: further fields of `AdaptedDecoder`.
     """
+    check_fields(settings or {}, TTTConfig, where="ttt.adapted.settings")
+    check_fields(options, AdaptedDecoder, where="ttt.adapted")
     if num_heads is None:
         num_heads = max(base.embed_dim // max(head_dim, 1), 1)  # TTTConfig refuses heads without width
     if base_rate is None:

@@ -6,12 +6,11 @@ images = pretrained.image_input("hf://llava-hf/llava-1.5-7b-hf")    # how it rea
 """
 
 import dataclasses
-import difflib
 from typing import Any
 
 from core.checkpoints import image_processor, published_files
 from core.checkpoints.image_processor import ImageInput, ImageProcessor
-from core.errors import UserError
+from core.errors import UserError, check_fields
 from models.decoder.published import families
 from models.decoder.transformer import Transformer
 from models.vision.model import VisionLanguageModel
@@ -36,13 +35,8 @@ def model(folder: str, *, dtype: str = "bfloat16", **changes: Any) -> VisionLang
     processor = image_processor.read(files, FAMILIES[config["model_type"]].processor)
     _check_size(processor, found["vision"]["image_size"], where)
     tower = VisionTower(**{**found["vision"], "mean": processor.mean, "std": processor.std})
-    own, others = ({field.name for field in dataclasses.fields(each)} for each in (VisionLanguageModel, Transformer))
-    if unknown := sorted(changes.keys() - own - others):
-        nearest = difflib.get_close_matches(unknown[0], sorted(own | others))
-        raise UserError(
-            f"models.vision.pretrained.model has no {', '.join(unknown)}: expected fields of VisionLanguageModel or of "
-            f"its decoder{', such as ' + nearest[0] if nearest else ''}"
-        )
+    check_fields(changes, VisionLanguageModel, Transformer, where="models.vision.pretrained.model")
+    own = {field.name for field in dataclasses.fields(VisionLanguageModel)}
     of_decoder = {name: value for name, value in changes.items() if name not in own}
     decoder = Transformer(**{**found["decoder"], "dtype": dtype, **of_decoder})
     of_model = {name: value for name, value in changes.items() if name in own}

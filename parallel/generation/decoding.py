@@ -279,12 +279,13 @@ def next_ids(
 def dtypes(program: Program) -> Params:
     """Returns the dtype of each parameter in generation.
 
-    Matrices and embeddings have the dtype that the model computes in (float32 without `ChoosesDtype`), others the
-    stored one.
+    Matrices and embeddings have the dtype in which layers use them (`ParamSpec.computed`) or else that of the model
+    (float32 without `ChoosesDtype`), others the stored one.
     """
     computed = program.model.dtype if can(program.model, ChoosesDtype) else "float32"
+    narrowed = ("matrix", "embedding")
     return jax.tree.map(
-        lambda spec, leaf: jnp.dtype(computed) if spec.kind in ("matrix", "embedding") else leaf.dtype,
+        lambda spec, leaf: jnp.dtype(spec.computed or computed if spec.kind in narrowed else leaf.dtype),
         program.param_specs,
         program.abstract_state.params,
     )

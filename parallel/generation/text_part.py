@@ -1,5 +1,6 @@
 """Takes the part of a model that continues text, such as the decoder of a model of images and text."""
 
+from core import optimizers
 from core.types import HasTextPart, Params, can
 from parallel.generation.decoding import TEXT_FIELDS
 from parallel.partitioner import Program
@@ -10,7 +11,8 @@ def program_of(program: Program) -> Program:
     if not can(program.model, HasTextPart):
         return program
     spec = {name: field for name, field in program.spec.items() if name in TEXT_FIELDS}
-    return program.partitioner.program(program.model.text_part, program.optimizer, spec, seed=program.seed)
+    unused = optimizers.adamw(learning_rate=optimizers.constant(0.0))  # the model's may name parameters of other parts
+    return program.partitioner.program(program.model.text_part, unused, spec, seed=program.seed)
 
 
 def of(program: Program, params: Params) -> tuple[Program, Params]:

@@ -218,6 +218,31 @@ def test_losses_are_added_and_metrics_say_where_tokens_go():
     assert 0 < means["experts/entropy"] < np.log(4)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wide(Experts):
+    name = "wide"
+
+
+def test_two_kinds_of_experts_have_metrics_of_their_own():
+    batch = jax.tree.map(jnp.asarray, next(random_batches(203, steps=1, rows=4)))
+
+    def of_both(coef):
+        kinds = (kind(num_experts=n, top_k=n // 2, load_balance_coef=coef) for kind, n in ((Experts, 4), (Wide, 2)))
+        return dataclasses.replace(model_of(), feed_forward=tuple(kinds))
+
+    first, second = of_both(0.1), of_both(0.0)
+    params = jax.jit(first.init)(jax.random.key(0), batch)
+    trained, bare = jax.jit(lambda p: [m.loss(p, (), None, batch)[1] for m in (first, second)])(params)
+    means = {name: float(each.total / each.weight) for name, each in trained.metrics.items()}
+    np.testing.assert_allclose(means["cross_entropy"], bare.loss_sum / bare.weight_sum, rtol=1e-6)
+    added = 0.1 * (2 * means["experts/imbalance"] + means["wide/imbalance"])
+    np.testing.assert_allclose(trained.loss_sum / trained.weight_sum - means["cross_entropy"], added, rtol=1e-5)
+    for name, count in (("experts", 4), ("wide", 2)):
+        np.testing.assert_allclose(sum(means[f"{name}/load_{e}"] for e in range(count)), count, rtol=1e-6)
+    assert "wide.num_experts" in first.settings()
+    assert not [name for name in first.settings() if name.endswith("load_balance_coef")]
+
+
 def test_evaluation_adds_no_losses_and_drops_nothing_so_that_padding_does_not_matter():
     ids = jax.random.randint(jax.random.key(1), (2, 32), 0, 203)
 

@@ -15,8 +15,10 @@ from models.agreement_subjects import random_batches
 from models.decoder import rotary, transformer
 from models.decoder.experts import Experts
 from models.decoder.layers import Attention, Mlp
-from models.decoder.parts import Part, Sum
+from models.decoder.parts import Part, Result, Sum
+from models.families import _latent, granite
 from models.mixers.block_sparse import BlockSparse
+from models.mixers.gated_delta import GatedDelta
 from models.mixers.s5 import S5
 
 VOCAB = 59
@@ -29,6 +31,22 @@ ALTERNATING = dataclasses.replace(
     mixer=(*[Attention(window=8)] * 3, Attention()),
     feed_forward=(Mlp(), Experts(num_experts=4, top_k=2, load_balance_coef=0.1)),
 )
+
+
+DELTA = GatedDelta(key_heads=2, value_heads=2, key_dim=4, value_dim=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Summed(Part):
+    """A feed-forward without a norm of its own, whose penalty is added to the loss."""
+
+    name = "summed"
+
+    def __call__(self, decoder, x, call):
+        return Result(x, sums=jnp.sum(x.astype(jnp.float32) ** 2))
+
+    def empty_sums(self):
+        return jnp.zeros(())
 
 
 @functools.cache
@@ -199,6 +217,20 @@ def test_the_width_of_the_feed_forwards_is_a_setting():
             {"mixer": Sum((Attention(), BlockSparse()))},
             "attention and block_sparse of one layer would share their matrices, such as 'query'",
         ),
+        (
+            {"mixer": Attention(), "feed_forward": BlockSparse()},
+            "attention and feed_forward of one layer would share their matrices, such as 'query'",
+        ),
+        (
+            {"mixer": DELTA, "feed_forward": DELTA},
+            "gated_delta and feed_forward of one layer would share their matrices, such as 'delta_query'",
+        ),
+        *(
+            ({"feed_forward": both}, "parts called 'feed_forward' have different settings, .* and with a `norm`")
+            for both in ((Summed(), DELTA), (DELTA, Summed()))
+        ),
+        ({"feed_forward": (S5(states=8), BlockSparse()), "mixer": S5(states=8), "keeps_states": True}, "feed_forward"),
+        ({"tied": "False"}, "Transformer.tied = 'False': expected one of False, True"),
         ({"mixer": (Attention(), None)}, r"mixer = .*: expected a mixer"),
         ({"mixer": ()}, r"mixer = \(\): expected a mixer"),
         ({"feed_forward": (Mlp(), "moe")}, r"'moe'\): expected a part such as @experts\.Experts\(\), or None"),
@@ -404,6 +436,50 @@ class Unnamed(Part):
 def test_a_part_is_a_value_with_a_name(part, says):
     with pytest.raises(ValueError, match=says):
         dataclasses.replace(PLAIN, mixer=part())
+
+
+def test_attention_in_place_of_a_feed_forward_is_rotated_too():
+    model = dataclasses.replace(PLAIN, mixer=S5(states=8), feed_forward=Attention())
+    assert model.rotations == PLAIN.rotations
+
+
+def test_states_of_feed_forwards_without_a_norm_are_laid_out_by_their_own_parts():
+    model = dataclasses.replace(PLAIN, feed_forward=(S5(states=8), DELTA))
+    kinds = [type(state["feed_forward"]) for state in jax.eval_shape(lambda: model.empty_cache(2, 8))]
+    assert kinds[:2] == kinds[2:]
+    assert kinds[0] != kinds[1]
+
+
+def test_heads_of_odd_size_need_learned_positions():
+    odd = {"mixer": Attention(head_dim=5), "max_positions": 64}
+    model = dataclasses.replace(PLAIN, positions="learned", **odd)
+    assert jax.eval_shape(model.logits, jax.eval_shape(model.init, jax.random.key(0), BATCH), BATCH).shape[-1] == VOCAB
+    with pytest.raises(UserError, match="head_dim = 5 is odd; rotary embeddings need an even size"):
+        dataclasses.replace(PLAIN, **odd)
+
+
+def test_a_small_form_has_long_rope_and_rotated_parts_that_fit_its_heads():
+    factors = tuple(map(float, range(1, 49)))
+    long = rotary.LongRope(short=factors, long=factors, original_length=8)
+    multiples = dict.fromkeys(logical.all_axes(), 1)
+    for mixer, width, kept in ((Attention(rotary_fraction=0.75), 128, 3), (Attention(), 96, 4)):
+        model = dataclasses.replace(PLAIN, mixer=mixer, head_dim=width, rope_scaling=long)
+        small = model.shrink(multiples)
+        assert small.rope_scaling.short == small.rope_scaling.long == factors[:kept]
+        jax.eval_shape(small.init, jax.random.key(0), BATCH)
+    odd = dataclasses.replace(PLAIN, mixer=Attention(rotary_fraction=0.4), head_dim=80).shrink(multiples)
+    assert odd.mixer.rotary_fraction == 0.5
+
+
+def test_a_scale_of_logits_is_exported_exactly():
+    for scale in (0.3, 0.7, 0.15, 1 / 1.7, 1 / 8, 0.1):
+        written = granite.multipliers(dataclasses.replace(PLAIN, logit_scale=scale))
+        assert 1 / written["logits_scaling"] == scale
+    assert granite.multipliers(dataclasses.replace(PLAIN, logit_scale=1 / 1.7))["logits_scaling"] == 1.7
+
+
+def test_a_decoder_with_other_attention_has_its_own_sources_in_a_folder_with_latent_attention():
+    assert "query" in _latent.attention_sources(PLAIN, PLAIN.layer_kinds[0])
 
 
 def test_settings_of_parts_of_one_name_are_listed_by_layer():

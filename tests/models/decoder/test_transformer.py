@@ -13,9 +13,11 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from core import optimizers, step
-from models import losses
+from core.errors import UserError
+from models import losses, pretrained
 from models.decoder import transformer
 from models.decoder.attention import attention
+from models.ttt import adapter
 
 FIXTURE = np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "llama_parity.npz")
 CONFIG = json.loads(str(FIXTURE["config_json"]))
@@ -320,6 +322,21 @@ def test_flops_of_the_7b():
 def test_wrong_sizes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MODEL, **changes)
+
+
+def test_unknown_fields_are_named_with_the_nearest(monkeypatch):
+    monkeypatch.setattr(pretrained.published_files, "small_files", None)
+    for make, where in (
+        (lambda **changes: transformer.preset("7b", **changes), "transformer.preset"),
+        (lambda **changes: pretrained.model("folder", **changes), "pretrained.model"),
+        (lambda **changes: adapter.adapted(base=MODEL, **changes), "ttt.adapted"),
+    ):
+        with pytest.raises(UserError, match=f"{where} has no vocab_sise: expected fields of "):
+            make(vocab_sise=3)
+    with pytest.raises(UserError, match=r"transformer\.preset has no vocab_sise: .* such as vocab_size"):
+        transformer.preset("7b", vocab_sise=3)
+    with pytest.raises(UserError, match=r"ttt\.adapted\.settings has no mini_bach: .* such as mini_batch"):
+        adapter.adapted(base=MODEL, settings={"mini_bach": 3})
 
 
 def test_unknown_preset():

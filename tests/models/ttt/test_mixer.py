@@ -12,6 +12,7 @@ from models.agreement_subjects import random_batches
 from models.decoder.transformer import Transformer
 from models.ttt import TTTConfig
 from models.ttt.mixer import TTTMixer
+from parallel.generation import decoding
 from parallel.verify import agreement
 from tests.lab.subjects import bind
 
@@ -70,6 +71,14 @@ def test_generation_from_the_state_equals_the_full_forward(model):
         found, cache = extend(params, cache, shifted[:, begin:end], jnp.int32(begin), padding)
         for row, padded in enumerate((0, 3)):
             np.testing.assert_allclose(found[row], full[row, end - padded - 1], atol=2e-5)
+
+
+def test_generation_keeps_the_initial_weights_in_the_dtype_of_training():
+    narrow = dataclasses.replace(SHALLOW, dtype="bfloat16")
+    found = decoding.dtypes(bind(narrow, agreement.ONE_DEVICE, batch(16)))
+    names = {name: dtype for leaves in found.values() for name, dtype in leaves.items()}
+    assert {names[name] for name in ("initial_0", "initial_0_bias")} == {jnp.dtype("float32")}
+    assert {names[name] for name in ("query", "output", "up", "embedding")} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ from tests.models.vision import subjects
 PROMPTS = [[3, 5, 8, 13, 21], [7, 7]]
 
 
-def program_of(model, tables):
+def program_of(model, tables, optimizer=None):
     batch = subjects.batch(subjects.CHOSEN if isinstance(model, VisionLanguageModel) else subjects.PATCHES)
     spec = {name: Field(array.shape, array.dtype, subjects.AXES[name]) for name, array in batch.items()}
     at = Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices()[:4])
-    return at.program(model, optimizers.adamw(learning_rate=optimizers.constant(1e-3)), spec, seed=0)
+    return at.program(model, optimizer or optimizers.adamw(learning_rate=optimizers.constant(1e-3)), spec, seed=0)
 
 
 @pytest.mark.parametrize("freeze", [pytest.param((), marks=pytest.mark.slow), ("decoder", "vision")])
@@ -42,6 +42,13 @@ def test_a_model_of_text_is_its_own_text_part():
     program = program_of(subjects.DECODER, strategies.fsdp())
     params = program.abstract_state.params
     assert text_part.of(program, params) == (program, params)
+
+
+def test_an_optimizer_may_name_parameters_of_the_other_parts():
+    rate = optimizers.constant(1e-3)
+    named = optimizers.adamw(learning_rate=rate, no_decay=("norm", "bias", "vision*"))
+    text = text_part.program_of(program_of(subjects.model(), strategies.fsdp(), optimizer=named))
+    assert text.model == subjects.DECODER
 
 
 def test_a_report_before_parameters_are_read_needs_none():
