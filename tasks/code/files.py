@@ -96,9 +96,12 @@ class CodeFiles(chunks.ChunkTask):
             parts.append(f"without text of {', '.join(self.exclude)}{left_out}")
         return f"{'; '.join(parts)}; {self.vocabulary.describe()}; length {self.length}"
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019 (the task lives as long as the process)
     def fingerprint(self) -> str:
         """Returns a hash of the files and of settings that decide which rows a split has."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         listing = [(file.name, file.size_bytes) for file in self._listed]
         excluded = self._excluded.digest if self._excluded else ""
         settings = (self.held_out_percent, self.least_tokens, excluded, self.vocabulary.hash)

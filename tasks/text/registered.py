@@ -127,6 +127,7 @@ def _vocabulary_class() -> type:
             super().__init__(extra_ids=0)
             self._ours = ours
 
+        ids_hash = property(lambda self: self._ours.hash)  # of `seqio_tasks.described`
         bos_id = property(lambda self: self._ours.bos_id)
         eos_id = property(lambda self: self._ours.eos_id)
         unk_id = property(lambda self: None)

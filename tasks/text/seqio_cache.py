@@ -139,7 +139,8 @@ class SeqioCache(DocumentSource):
         Raises:
           UserError: the task cannot be cached, or the existing cache does not fit.
         """
-        self.__dict__.pop("saved", None)  # another host may have written it
+        for read in ("saved", "definition"):  # another host may have written it, and the module may have changed
+            self.__dict__.pop(read, None)
         if filters:
             filters = self._checked(filters)
         if self.saved is None:
@@ -322,7 +323,8 @@ class SeqioCache(DocumentSource):
         return None if self.saved is None or len(self._opened) > 1 else self._opened[0].train_tokens()
 
     def own_metrics(self, most: int) -> OwnMetrics:
-        found = [kind for about in self.definition["tasks"].values() for kind in about.get("metrics", ())]
+        tasks = [about for about in self.definition["tasks"].values() if "validation" in about["shards"]]
+        found = [kind for about in tasks for kind in about.get("metrics", ())]
         if not self.saved or (found and not self._is_changed(self.saved["asked"])):
             seqio_metrics.require_kinds(self.asked.name, found)
         return self.asked.measured(most)
@@ -336,23 +338,25 @@ class SeqioCache(DocumentSource):
         return hashlib.sha256(json.dumps([self.asked.name, splits, rates, self.epochs]).encode()).hexdigest()
 
 
-@functools.cache
-def _asked(asked: Asked) -> tuple[Mapping[str, Any], str]:
-    processes, problem = seqio_pipeline.PROCESSES, ""
-    found: Mapping[str, Any] = {}
-    try:
-        found = seqio_pipeline.answer(processes.submit(0, seqio_pipeline.definition, asked))
-    except UserError as error:
-        problem = str(error)
-    if problem or found["problems"]:
-        processes.close()  # so that a later call imports the user's module anew
-    return found, problem
+_definitions: dict[tuple[Asked, str | None], Mapping[str, Any]] = {}  # with the hash of the user's module
 
 
 def _definition(asked: Asked) -> Mapping[str, Any]:
-    found, problem = _asked(asked)
-    if problem:
-        raise UserError(problem)
+    """Returns `seqio_pipeline.definition` in a process that has imported the user's module as its file is now."""
+    key, processes = (asked, _module_hash(asked.module)), seqio_pipeline.PROCESSES
+    if key in _definitions:
+        return _definitions[key]
+    if any(other.module == asked.module and read != key[1] for other, read in _definitions):
+        processes.close()
+    is_sound = False
+    try:
+        found = seqio_pipeline.answer(processes.submit(0, seqio_pipeline.definition, asked))
+        is_sound = not found["problems"]
+    finally:
+        if not is_sound:
+            processes.close()  # so that a later call imports the module anew
+    if is_sound:
+        _definitions[key] = found
     return found
 
 
@@ -408,7 +412,10 @@ class _TaskJob:
         ]
 
     def lanes(self) -> list[Lane]:
-        return [Lane(self._name, *phase[:2], lane, phase[2]) for phase in self._phases() for lane in range(phase[2])]
+        return [lane for phase in self._phases() for lane in self._lanes(*phase)]
+
+    def _lanes(self, split: str, epoch: int, count: int) -> list[Lane]:
+        return [Lane(self._name, split, epoch, lane, count, self._about["draws"]) for lane in range(count)]
 
     def _converted(
         self, submit: Callable[[Lane], Any], files: Sequence[Mapping[str, Any]], position: Any
@@ -422,7 +429,7 @@ class _TaskJob:
             if not now["read"]:
                 now |= {"read": [0] * count, "ended": [False] * count, "lane": 0}
                 now["documents"][split].append(0)
-            lanes = [Lane(self._name, split, epoch, lane, count) for lane in range(count)]
+            lanes = self._lanes(split, epoch, count)
             running = {lane: submit(lanes[lane]) for lane in range(count) if not now["ended"][lane]}
             while running:
                 lane, now["lane"] = now["lane"], (now["lane"] + 1) % count

@@ -175,10 +175,12 @@ def _examples(found: Any, spec: StreamSpec, lengths: Mapping[str, int]) -> Any:
     seqio = seqio_tasks.library()
     tasks = [task for task in seqio.get_subtasks(found) if spec.split in task.splits]
     is_mixed_here = spec.once and len(tasks) > 1
+    use_cached = any(task.requires_caching for task in tasks)
     each = [
         source.get_dataset(
             lengths,
             split=spec.split,
+            use_cached=use_cached,
             shuffle=spec.seed is not None,
             seed=0 if spec.seed is None else spec.seed,  # without one, each host would draw otherwise
             num_epochs=1 if spec.once else None,
@@ -204,7 +206,13 @@ def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
     lengths = corpus.lengths(spec.length)
     with log_filters.without_records(*_HARMLESS):
         task = seqio_tasks.registered(corpus.asked.name, module=corpus.asked.module)
-        examples = _examples(task, spec, lengths)
+        try:
+            examples = _examples(task, spec, lengths)
+        except (
+            ValueError,
+            AssertionError,
+        ) as error:  # of a task that may not be shuffled, or whose seqio cache is missing
+            raise UserError(f"text.seqio.live = True: {corpus.asked.name} cannot be read live: {error}") from error
         if not seqio_tasks.reserves_zero(task.output_features["targets"].vocabulary):
             examples = examples.map(functools.partial(_without_zero, names=tuple(lengths)))
         packed = seqio.DecoderFeatureConverter(pack=True)(examples, lengths)

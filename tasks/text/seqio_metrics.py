@@ -10,6 +10,7 @@ from core.errors import UserError
 from tasks.text import seqio_tasks
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of the context, which begins with id 0, and ids of the targets
+_SPLIT = "validation"
 _PREDICTION, _WITH_SCORES, _SCORE = "PREDICTION", "PREDICTION_WITH_AUX", "SCORE"  # seqio.metrics.ModelOutputType
 
 
@@ -65,7 +66,7 @@ class Measured(NamedTuple):
 def require_metrics(name: str, module: str | None = None) -> Any:
     """Returns a registered task or mixture. Raises UserError if its metrics cannot be computed."""
     seqio, found = seqio_tasks.library(), seqio_tasks.registered(name, "--task", module=module)
-    needed = [kind for task in seqio.get_subtasks(found) for kind in kinds(task)]
+    needed = [kind for task in seqio.get_subtasks(found) if _SPLIT in task.splits for kind in kinds(task)]
     require_kinds(name, needed)
     vocabulary = found.output_features["targets"].vocabulary
     if {_PREDICTION, _WITH_SCORES} & set(needed) and seqio_tasks.eos_id(vocabulary) < 0:
@@ -85,7 +86,10 @@ def require_kinds(name: str, found: Collection[str]) -> None:
     """Raises UserError unless there are metrics, all of predictions or scores."""
     if not found or set(found) - {_PREDICTION, _WITH_SCORES, _SCORE}:
         has = ", ".join(sorted(set(found))) or "no metrics"
-        raise UserError(f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs)")
+        raise UserError(
+            f"{name} has {has}: expected metrics of predictions or scores (metric_fns or metric_objs), of tasks with a "
+            f"{_SPLIT} split"
+        )
 
 
 def answered(
@@ -120,12 +124,13 @@ def answered(
 
 @functools.lru_cache(maxsize=1)
 def _evaluator(measured: Measured) -> Any:
-    seqio = seqio_tasks.library()
+    seqio, found = seqio_tasks.library(), seqio_tasks.registered(measured.name, "--task", module=measured.module)
     try:
         return seqio.Evaluator(
             measured.name,
             seqio.DecoderFeatureConverter(pack=False),
-            eval_split="validation",
+            eval_split=_SPLIT,
+            use_cached=any(task.requires_caching for task in seqio.get_subtasks(found)),
             num_examples=measured.most,
             sequence_length=dict(measured.lengths) or None,
             async_compute_metrics=False,

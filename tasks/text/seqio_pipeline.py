@@ -18,7 +18,7 @@ import re
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,7 @@ class Lane(NamedTuple):
     epoch: int
     index: int  # type: ignore[assignment]  # hides tuple.index
     count: int  # type: ignore[assignment]  # hides tuple.count
+    draws: bool  # whether preprocessors draw random numbers from seqio's seed
 
 
 class Found(NamedTuple):
@@ -120,7 +121,7 @@ def _definition(asked: Asked) -> dict[str, Any]:
             "rate": 1.0 if found is task else _rate(found, task),
             "shards": {split: len(each) for split, each in shards.items()},
             "files": sorted(names),
-            "draws": _draws(task),
+            "draws": _takes_seeds(task) or _differs_by_seed(asked, task.name, shards),
             "metrics": seqio_metrics.kinds(task),
             "first": {},
         }
@@ -142,7 +143,7 @@ def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[
     """Makes the first examples of each split of a task, stores their checksum in `about`, and yields problems."""
     for split in about["shards"]:  # a mixture leaves out tasks without the split
         try:
-            found = list(itertools.islice(_Examples(asked, Lane(name, split, 0, 0, 1), 0), FIRST))
+            found = _first(asked, Lane(name, split, 0, 0, 1, about["draws"]))
         except UserError as error:
             yield str(error)
             continue
@@ -151,6 +152,22 @@ def _first_examples(asked: Asked, name: str, about: dict[str, Any]) -> Iterator[
             yield f"task {name} has no example in its {split} split: {of}"
         lines = json.dumps([[ids.tolist(), inputs] for ids, inputs in found])
         about["first"][split] = zlib.crc32(lines.encode())
+
+
+def _first(asked: Asked, lane: Lane) -> list[tuple[np.ndarray, int]]:
+    return list(itertools.islice(_Examples(asked, lane, 0), FIRST))
+
+
+def _differs_by_seed(asked: Asked, name: str, splits: Collection[str]) -> bool:
+    """Returns whether the first examples of a task are others with another seed of seqio.
+
+    A preprocessor without a parameter for seeds may apply `seqio.map_over_dataset` inside.
+    """
+    for split in splits:
+        with contextlib.suppress(UserError):  # `_first_examples` reports it
+            both = [_first(asked, Lane(name, split, seed, 0, 1, False)) for seed in range(2)]
+            return [ids.tolist() for ids, _ in both[0]] != [ids.tolist() for ids, _ in both[1]]
+    return False
 
 
 def require_texts(asked: Asked) -> None:
@@ -276,7 +293,7 @@ class _Examples(Iterator):
 
 
 def _dataset(asked: Asked, lane: Lane, task: Any) -> Any:
-    _seed_tensorflow(None if _draws(task) else lane.epoch)
+    _seed_tensorflow(None if lane.draws else 0)
     return task.get_dataset(
         asked.lengths,
         split=lane.split,
@@ -324,7 +341,7 @@ def _seed_tensorflow(seed: int | None) -> None:
     tf.random.set_seed(seed)
 
 
-def _draws(task: Any) -> bool:
+def _takes_seeds(task: Any) -> bool:
     """Returns whether seqio gives a task's preprocessors seeds, which differ in each epoch."""
     for function in filter(callable, task.preprocessors):
         bound = function.keywords if isinstance(function, functools.partial) else {}

@@ -88,6 +88,8 @@ def described(name: str) -> dict[str, Any]:
     if type(vocabulary) is seqio.ByteVocabulary:
         digest = Bytes().hash if size == Bytes.size else hashlib.sha256(f"bytes, {size} ids".encode()).hexdigest()
         return found | {"kind": "bytes", "hash": digest}
+    if ours := getattr(vocabulary, "ids_hash", ""):  # one of Renga, such as `registered.vocabulary` returns
+        return found | {"hash": ours}
     texts = () if isinstance(vocabulary, seqio.PassThroughVocabulary) else _SAMPLES
     what = [type(vocabulary).__name__, size, [list(map(int, vocabulary.encode(text))) for text in texts]]
     return found | {"hash": hashlib.sha256(json.dumps(what).encode()).hexdigest()}

@@ -224,7 +224,8 @@ class ImageQuestions:
             yield f"{question.question} {question.answer}"
 
     def _batches(self, layout: DataLayout, split: str, seed: int | None) -> Batches:
-        settings = (self.kinds, self.weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
+        weighted = "over all lines" if self.weighted and self.num_streams > 1 else self.weighted
+        settings = (self.kinds, weighted, self.max_shift, self.mirror, self.image_size, self.image_tokens)
         rows, former = repr(settings), {}
         if self.prompts is not None:
             anywhere = dataclasses.replace(self.prompts.input, folder="")
@@ -461,7 +462,8 @@ class _Stream:
         if seed is None and task.evaluated is not None:
             every = every[: task.evaluated]
         self._task, self._seed, self._index, self._rows = task, seed, index, rows
-        self._questions = every[index :: task.num_streams]
+        # Weights are relative to all lines, so every stream draws from all.
+        self._questions = every if task.weighted and seed is not None else every[index :: task.num_streams]
         self._intake = documents.intake_of(_Source(task.describe()))
         self._end = -(-len(every) // task.num_streams) if seed is None else None
         self._read = 0

@@ -46,6 +46,11 @@ def masked(example, seed):
     return {"targets": tf.where(kept, example["targets"], 2)}
 
 
+def masked_inside(dataset):
+    """As t5's `span_corruption`: the function takes no seed, and what it applies does."""
+    return masked(dataset)
+
+
 def split_long(dataset, sequence_length):
     """Splits `targets` into pieces of the length of a row, the last one shorter."""
     length = sequence_length["targets"]
@@ -118,6 +123,12 @@ add(
     output_features=features("targets"),
 )
 add(
+    "random_inside",
+    source=source(text=TEXTS),
+    preprocessors=[RENAME, TOKENIZE, EOS, masked_inside],
+    output_features=features("targets"),
+)
+add(
     "without_seed",
     source=source(text=TEXTS),
     preprocessors=[RENAME, lambda dataset: dataset.filter(lambda _: tf.random.uniform([]) < 0.5), TOKENIZE, EOS],
@@ -131,6 +142,31 @@ add(
 )
 seqio.MixtureRegistry.add("mixed", [("empty", 3.0), ("long", lambda task: 1.0 + len(task.name) / 4)])
 
+
+def length(targets, predictions):
+    return {"length": sum(map(len, predictions))}
+
+
+add(
+    "measured_without_validation",
+    source=seqio.TextLineDataSource({"train": f"{FILES}/part-*.txt", "test": f"{FILES}/part-0.txt"}),
+    preprocessors=[line, TOKENIZE, EOS],
+    output_features=features("targets"),
+    metric_fns=[length],
+)
+add(
+    "needs_cache",
+    source=source(text=TEXTS),
+    preprocessors=[RENAME, TOKENIZE, seqio.CacheDatasetPlaceholder(required=True), EOS],
+    output_features=features("targets"),
+)
+add(
+    "not_shuffled",
+    source=source(text=TEXTS),
+    preprocessors=[RENAME, TOKENIZE, EOS],
+    output_features=features("targets"),
+    shuffle_buffer_size=None,
+)
 
 # Errors
 

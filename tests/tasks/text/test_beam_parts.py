@@ -12,7 +12,7 @@ from core.errors import UserError
 from tasks.text import beam_parts
 from tasks.text.seqio_pipeline import Asked, Lane
 
-ASKED, LANES = Asked("lines", None, None, 8), [Lane("lines", "train", 0, lane, 3) for lane in range(3)]
+ASKED, LANES = Asked("lines", None, None, 8), [Lane("lines", "train", 0, lane, 3, False) for lane in range(3)]
 
 
 class Pipeline:

@@ -24,9 +24,11 @@ from tasks import text
 from tasks.text import (
     beam_parts,
     chat_files,
+    mixed_documents,
     near_duplicates,
     sentencepieces,
     seqio_cache,
+    seqio_metrics,
     seqio_pipeline,
     seqio_tasks,
     token_cache,
@@ -188,7 +190,10 @@ def test_a_mixture_has_the_rates_of_seqio_in_every_window(files, tmp_path):
     assert read(task) == each["empty"] + each["long"]  # an evaluation reads every example once
     share = mixture.get_rate(seqio.TaskRegistry.get("empty")) / mixture.total_rate
     chunks = [task.corpus.chunks(spec(task, index)) for index in range(4)]
-    drawn = [tuple(chunk.next_segment(LENGTH).targets.tolist()) for _ in range(300) for chunk in chunks]
+    drawn = []
+    for turn in range(300):  # in which streams have other slots than in the one before
+        slots = [mixed_documents.slot_of(index, 4, turn=turn) for index in range(4)]
+        drawn += [tuple(chunks[slots.index(slot)].next_segment(LENGTH).targets.tolist()) for slot in range(4)]
     known = {targets for _, targets, *_ in each["empty"]}
     is_first = np.array([targets in known for targets in drawn])
     for start in range(0, 1100, 37):
@@ -200,14 +205,15 @@ def spec(task, index, split="train", seed=3):
     return StreamSpec(split, index, task.num_streams, 2, task.length, seed, task.vocabulary)
 
 
-def test_epochs_of_a_random_task_are_those_of_seqio(files, tmp_path):
+@pytest.mark.parametrize("name", ["random", "random_inside"])
+def test_epochs_of_a_random_task_are_those_of_seqio(files, tmp_path, name):
     import seqio
 
-    (problem,) = make("random", tmp_path / "cache").problems()
+    (problem,) = make(name, tmp_path / "cache").problems()
     assert all(words in problem for words in ("text.seqio.epochs", "live = True"))
-    task = filled("random", tmp_path / "cache", epochs=3)
+    task = filled(name, tmp_path / "cache", epochs=3)
     lengths = task.corpus.asked.lengths
-    epochs = [theirs("random", lengths, seqio.LMFeatureConverter, seed=seed) for seed in range(3)]
+    epochs = [theirs(name, lengths, seqio.LMFeatureConverter, seed=seed) for seed in range(3)]
     assert epochs[0] != epochs[1]
     assert read(task) == sum(epochs, collections.Counter())
     chunks = task.corpus.chunks(spec(task, 0)._replace(num_streams=1))
@@ -424,12 +430,12 @@ def test_a_changed_module_is_read_again_and_compared(files, tmp_path, monkeypatc
     import seqio
 
     def again():
-        seqio_cache._asked.cache_clear()
         task = make("prefix", tmp_path / "cache", inputs=True)
         return task.problems(), task.describe()
 
     written = filled("prefix", tmp_path / "cache", inputs=True)
-    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: "another")
+    hashes = map(str, itertools.count())
+    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: next(hashes))
     problems, described = again()
     assert problems == []
     assert "whose module is now another: its first 64 examples are the same" in described
@@ -525,7 +531,7 @@ def test_a_task_without_metrics_is_an_error_before_a_run(files, tmp_path, monkey
             asked()
     metric = types.SimpleNamespace(model_output_type=seqio.metrics.ModelOutputType.SCORE)
     monkeypatch.setitem(vars(seqio.TaskRegistry.get("prefix")), "metric_objs", [metric])
-    seqio_cache._asked.cache_clear()
+    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: "another")
     assert written.own_metrics(3) == written.corpus.asked.measured(3)
     assert written.problems() == []
 
@@ -600,6 +606,46 @@ def test_a_module_that_cannot_be_imported_is_named(files):
             assert all(words in problem for words in (f"importing {module} fails", said))
 
 
+def test_a_definition_with_a_problem_and_one_of_another_module_are_read_again(monkeypatch):
+    """In one process, such as a notebook, the user mends the module; another process has the former one imported."""
+    asked = make("mended", "unused").corpus.asked
+    answers = iter([UserError("fails"), {"problems": ["no example"]}, {"problems": []}, {"problems": [], "new": 1}])
+    hashes, closed = ["a"], []
+
+    def definition(asked):
+        if isinstance(found := next(answers), UserError):
+            raise found
+        return found
+
+    processes = Inline()
+    monkeypatch.setattr(processes, "close", lambda: closed.append(hashes[-1]))
+    monkeypatch.setattr(seqio_pipeline, "PROCESSES", processes)
+    monkeypatch.setattr(seqio_pipeline, "definition", definition)
+    monkeypatch.setattr(seqio_cache, "_module_hash", lambda module: hashes[-1])
+    monkeypatch.setattr(seqio_cache, "_definitions", {})
+    with pytest.raises(UserError, match="fails"):
+        seqio_cache._definition(asked)
+    assert seqio_cache._definition(asked)["problems"] == ["no example"]
+    assert closed == ["a", "a"]
+    assert seqio_cache._definition(asked) is seqio_cache._definition(asked)
+    hashes.append("b")
+    assert seqio_cache._definition(asked)["new"] == 1
+    assert closed == ["a", "a", "b"]
+
+
+def test_metrics_of_tasks_without_a_validation_split_do_not_count(files):
+    name = "measured_without_validation"
+    with pytest.raises(UserError, match=f"{name} has no metrics: expected .* of tasks with a validation split"):
+        seqio_metrics.require_metrics(name, MODULE)
+
+
+@pytest.mark.parametrize("name", ["needs_cache", "not_shuffled"])
+def test_a_task_that_seqio_refuses_to_read_live_is_named(files, name):
+    task = text.seqio(name=name, module=MODULE, length=LENGTH, num_streams=1, live=True)
+    with pytest.raises(UserError, match=f"text.seqio.live = True: {name} cannot be read live: "):
+        next(task.train(DataLayout(1, (0,), (0,)), seed=0))
+
+
 class Begun(vocabularies.Bytes):
     """Bytes, with another begin-of-text id."""
 
@@ -618,6 +664,11 @@ def test_a_task_is_mixed_with_other_sources(files, tmp_path):
     begun = text.mixture(tasks=[text.python_source(**options, vocabulary=Begun()), own], weights=[1, 1])
     rows = next(begun.train(DataLayout(4, (0, 1, 2, 3), (0, 1, 2, 3)), seed=0))["inputs"]
     assert set(rows[:, 0].tolist()) == {0, 7}  # each source begins rows with the id of its own vocabulary
+    bpe = importlib.import_module(MODULE).BPE
+    for name in ("hugging_face", "own_tokenizer"):  # tasks with the same vocabulary, of Renga
+        cached = make(name, tmp_path / name, inputs=name == "hugging_face")
+        others = text.python_source(length=cached.length, num_streams=2, vocabulary=bpe)
+        assert text.mixture(tasks=[others, cached], weights=[1, 1]).problems() == []
     pieces = text.mixture(tasks=[library, make("lines", tmp_path / "other")], weights=[1, 1])
     (problem,) = pieces.problems()
     assert "different vocabularies" in problem

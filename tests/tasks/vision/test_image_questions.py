@@ -123,6 +123,21 @@ def test_weights_say_how_often_a_question_is_drawn(folder):
     assert asked == set(made.vocabulary.encode("3"))
 
 
+def test_weights_are_relative_to_all_lines_however_they_are_dealt_to_streams(folder):
+    lines = [json.loads(line) | {"weight": 9.0 if n % 2 else 1.0} for n, line in enumerate(lines_of(folder))][:8]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    made = dataclasses.replace(task(folder), weighted=True)
+    digits = dict(zip((made.vocabulary.encode(str(n))[0] for n in range(8)), range(8), strict=True))
+    batches = made.train(WHOLE, seed=0)
+    drawn = [digits[int(i)] for _ in range(100) for i in next(batches)["inputs"][:, SLOTS + 5]]
+    odd = sum(n % 2 for n in drawn) / len(drawn)
+    assert 0.85 < odd < 0.95  # 36 of 40; dealt by turns, the streams would give half each
+
+
+def lines_of(folder):
+    return (folder / "a.jsonl").read_text().splitlines()
+
+
 def test_images_are_moved_and_mirrored_in_training_alone(folder):
     made = task(folder, max_shift=2, mirror=True)
     question = made.questions("train")[1]
