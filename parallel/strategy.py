@@ -201,6 +201,8 @@ def _overlap_problems(strategy: Strategy) -> list[str]:
     problems = []
     if logical.mesh_axes(strategy.param_rules.get("expert")):
         problems.append("overlap_reduction would gather all experts on every chip: set overlap_reduction = False")
+    if logical.mesh_axes(strategy.param_rules.get("layers")):
+        problems.append("overlap_reduction: layers must not be sharded; set param_rules {'layers': None}")
     return problems + [
         f"overlap_reduction: {axis} = {degree} does not shard rows, and only degrees of {', '.join(rows)} may differ "
         "from 1: set overlap_reduction = False"

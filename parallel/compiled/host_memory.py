@@ -102,11 +102,13 @@ def problem(
         schedule = program.partitioner.pipeline
         cuts = program.accum_steps * (schedule.num_microbatches if schedule else 1)
         unit = math.lcm(cuts * program.partitioner.row_shards, task.num_streams)
-        fix = f"set BATCH_SIZE to at most {max(rows // unit * unit, unit):,}"
+        fixes = [f"set BATCH_SIZE to at most {rows // unit * unit:,}"] if rows >= unit else []
         if total - saved <= have_bytes:
-            fix += ", raise ACCUM_STEPS, or let the model save less on the host (remat)"
+            fixes += ["raise ACCUM_STEPS", "let the model save less on the host (remat)"]
         elif need["evaluation"] > need["batches"]:
-            fix += f", or EVAL_BATCHES (now {eval_batches}) lower"
+            fixes.append(f"{'' if fixes else 'set '}EVAL_BATCHES (now {eval_batches}) lower")
+        *others, last = fixes or ["take more hosts"]
+        fix = f"{', '.join(others)}, or {last}" if others else last
     return f"{what}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
 
 

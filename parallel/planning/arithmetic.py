@@ -12,6 +12,7 @@ traffic     gathers of weights and of updated parameters, reductions of gradient
             between stages / the bandwidth of their mesh axes
 """
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from parallel.pipeline import schedules
 from parallel.planning import candidates, cost, model_trace
 from parallel.planning.cost import AxisTime, StepTime
 from parallel.planning.links import DCN_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND
-from parallel.planning.model_trace import Kept, ModelTrace, Work, leaves
+from parallel.planning.model_trace import Kept, Work, leaves
 from parallel.planning.sharded_state import Refused, ShardedState, Step, mesh_axes, size_bytes, step_of
 
 LABEL = "arithmetic, not compiled"
@@ -116,8 +117,10 @@ def _work(sharded: ShardedState, step: Step) -> Work:
     work = work.with_padding(sharded.padding)
     if schedule.save == "layers":
         return work
-    return work._replace(  # the layers of a stage run once more first
-        flops=work.flops + work.forward_flops, kernel_flops=work.kernel_flops + work.forward_kernel_flops
+    return dataclasses.replace(  # the layers of a stage run once more first
+        work,
+        flops=work.flops + work.forward_flops,
+        kernel_flops=work.kernel_flops + work.forward_kernel_flops,
     )
 
 
@@ -142,12 +145,12 @@ def _held_share(sharded: ShardedState) -> float:
 
 
 def _hbm(sharded: ShardedState, step: Step, work: Work) -> dict[str, float]:
-    trace, used = sharded.trace, sharded.tables.activation_rules
+    trace = sharded.trace
     rows = step.batch_size / step.accum_steps
     parts = dict(sharded.state)
     batch = [(leaf, Axes(leaf.axes)) for leaf in trace.spec.values()]
     parts["batch and carry"] = sum(  # traced with another number of rows
-        size_bytes(leaf) * (step.batch_size / leaf.shape[0] if leaf.shape else 1) / sharded.shards(of.names, used)
+        size_bytes(leaf) * (step.batch_size / leaf.shape[0] if leaf.shape else 1) / sharded.pieces(of.names)
         for leaf, of in (*batch, *leaves(trace.shapes.carry, trace.axes.carry))
     )
     parts["gathered once"] = sharded.held_bytes(step)
@@ -179,7 +182,7 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
     if schedule.save == "stage":  # the inputs of a stage, the largest that a layer saves
         unit = schedule.layer_unit(stages)
         layers = next((leaf.shape[0] for leaf, of in sharded.params if of.names[:1] == ("layers",)), 1)
-        inputs = max((_kept_bytes(sharded, k, rows) for k in _full(sharded.trace).of_loops), default=0.0) * share
+        inputs = max((_kept_bytes(sharded, k, rows) for k in sharded.trace.saves_least.of_loops), default=0.0) * share
         total += inputs * schedule.allocated(stages) / (schedules.padded(layers, unit) // unit)
     if "W" in schedule.starts(stages):
         total += _waiting(sharded, rows) * share * stages
@@ -188,10 +191,7 @@ def _kept(sharded: ShardedState, work: Work, step: Step, rows: float) -> tuple[f
 
 def _waiting(sharded: ShardedState, rows: float) -> float:
     """Estimates the bytes kept for gradients of matrices: what layers save if `remat` recomputes least."""
-    works = sharded.trace.works.values()
-    least = min(work.flops for work in works)
-    products = min((work for work in works if work.flops <= 1.01 * least), key=lambda work: work.row_bytes)
-    return sum(_kept_bytes(sharded, k, rows) for k in products.of_loops)
+    return sum(_kept_bytes(sharded, k, rows) for k in sharded.trace.recomputes_least.of_loops)
 
 
 def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[float]) -> float:
@@ -199,7 +199,7 @@ def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[flo
     largest = max(sizes, default=0.0)
     if not work.chunk_bytes or largest <= work.chunk_bytes:
         return sum(others) + max(others, default=0.0)
-    pieces = sharded.shards(["vocab"], sharded.tables.activation_rules)  # of the gradient of the output matrix
+    pieces = sharded.pieces(("vocab",))  # of the gradient of the output matrix
     others = [
         _kept_bytes(sharded, k, rows) / (1 if k.has_rows else pieces) for k in work.kept_in_chunks if k.copies == 1
     ]
@@ -207,10 +207,9 @@ def _logits(sharded: ShardedState, work: Work, rows: float, others: Sequence[flo
 
 
 def _kept_bytes(sharded: ShardedState, kept: Kept, rows: float, *, gathers_again: bool = True) -> float:
-    as_computed = kept.has_rows or not gathers_again
-    table = sharded.tables.activation_rules if as_computed else sharded.tables.param_rules
-    pieces = sharded.shards([name for name in kept.axes.names if name not in logical.STACKED], table)
-    return kept.bytes * (rows if kept.has_rows else 1) / pieces
+    has_rows = kept.has_rows
+    pieces = sharded.pieces(kept.unstacked, as_stored=gathers_again and not has_rows)
+    return kept.bytes * (rows if has_rows else 1) / pieces
 
 
 def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
@@ -220,13 +219,7 @@ def _on_host(sharded: ShardedState, work: Work, rows: float) -> float:
 
 def _one_layer(sharded: ShardedState, rows: float) -> float:
     """Estimates one layer's arrays in its backward pass: what it saves if `remat` saves most."""
-    everything = max(sharded.trace.works.values(), key=lambda work: work.row_bytes)
-    return sum(_kept_bytes(sharded, k, rows) / k.copies for k in everything.of_loops)
-
-
-def _full(trace: ModelTrace) -> Work:
-    """Returns the work with the choice of `remat` that saves the fewest bytes per row."""
-    return min(trace.works.values(), key=lambda work: work.row_bytes)
+    return sum(_kept_bytes(sharded, k, rows) / k.copies for k in sharded.trace.saves_most.of_loops)
 
 
 def _time(sharded: ShardedState, step: Step, work: Work) -> StepTime:
@@ -256,7 +249,7 @@ def _moved(sharded: ShardedState, step: Step, work: Work) -> float:
 
 def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, ...]:
     totals: dict[tuple[str, ...], float] = {}
-    for axes, count in (*_of_weights(sharded, step), *_of_activations(sharded, step, work)):
+    for axes, count in (*_of_all_weights(sharded, step), *_of_activations(sharded, step, work)):
         ordered = tuple(a for a in sharded.tables.used_mesh_axes if a in axes and sharded.shape[a] > 1)
         if ordered and count:
             totals[ordered] = totals.get(ordered, 0.0) + count
@@ -277,6 +270,15 @@ def _traffic(sharded: ShardedState, step: Step, work: Work) -> tuple[AxisTime, .
 
 # Mesh axes of some traffic, and the bytes that a chip sends over them.
 _Sent = Iterator[tuple[Collection[str], float]]
+
+
+def _of_all_weights(sharded: ShardedState, step: Step) -> tuple[tuple[Collection[str], float], ...]:
+    """Returns `_of_weights`, which is the same for all choices of `remat`, and for most schedules of a mesh."""
+    unit = sharded.pipeline.layer_unit(sharded.shape["stage"]) if sharded.pipeline else 0
+    known, key = sharded.traffic_of_weights, (unit, step._replace(remat=None))
+    if key not in known:
+        known[key] = tuple(_of_weights(sharded, step))
+    return known[key]
 
 
 def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
@@ -335,7 +337,7 @@ def _all_reduce(sharded: ShardedState, axes: Collection[str]) -> float:
 def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
     if sharded.pipeline is not None:
         return False  # it reduces the gradient of the embedding with those of its stages
-    split = [sharded.shards([name], sharded.tables.param_rules) > 1 for name in model_trace.EMBEDDING]
+    split = [sharded.pieces((name,), as_stored=True) > 1 for name in model_trace.EMBEDDING]
     is_manual = bool(accumulation.manual_axes(sharded.tables, sharded.shape, gather_once=step.gather_once))
     return not (all(split) and step.accum_steps > 1 and is_manual)
 
@@ -358,8 +360,8 @@ def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
 
 def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
     used, trace, schedule = sharded.tables.activation_rules, sharded.trace, sharded.pipeline
-    rows = step.batch_size / sharded.shards(["batch"], used) / sharded.shape["stage"]
-    pieces = sharded.shards(["length"], used)
+    rows = step.batch_size / sharded.pieces(("batch",)) / sharded.shape["stage"]
+    pieces = sharded.pieces(("length",))
     again = 0.5 if work.flops > 3.3 * work.forward_flops else 0.0  # computed again, but for the last product of a block
     whole_again = 1.0 if schedule and schedule.save == "stage" else 0.0  # once more, whole
     again += whole_again
@@ -378,7 +380,7 @@ def _of_activations(sharded: ShardedState, step: Step, work: Work) -> _Sent:
     keys = sum(leaf.size / leaf.shape[1] for leaf in weights) * trace.length * trace.itemsize  # and values, of a row
     yield mesh_axes(["length"], used), (pieces - 1) / pieces * keys * rows * (2 + 2 * again)
     if schedule:
-        inputs = max((k.bytes / k.copies for k in _full(trace).of_loops), default=0.0)
+        inputs = max((k.bytes / k.copies for k in trace.saves_least.of_loops), default=0.0)
         turns = schedule.ticks(sharded.shape["stage"]) / sharded.microbatches
         yield ("stage",), 2 * inputs * rows * sharded.shape["stage"] * turns
 

@@ -64,6 +64,7 @@ class Links:
         self.slice = slice
         self._shape = dict(mesh.shape)
         self._coordinates = _coordinates(mesh, slice)
+        self._counts: dict[tuple[tuple[str, ...], int | None], float] = {}
 
     def extents(self, axes: Sequence[str]) -> tuple[Extent, ...]:
         """Returns the extent of a group along each dimension in which it has several chips."""
@@ -84,6 +85,12 @@ class Links:
 
         `group_size` is the number of devices of a group that spans only part of these axes.
         """
+        key = (tuple(axes), group_size)
+        if key not in self._counts:
+            self._counts[key] = self._count(axes, group_size)
+        return self._counts[key]
+
+    def _count(self, axes: Sequence[str], group_size: int | None) -> float:
         whole, on_chip = math.prod(self._shape[axis] for axis in axes), self._on_chip(axes)
         if 1 < (group_size or whole) <= on_chip:
             return LINKS_WITHIN_CHIP

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from core import logical, optimizers, wrappers
+from core import logical, optimizers, random_bits, wrappers
 from core.batches import BatchSpec, batch_shapes, row_length
 from core.logical import Axes
 from core.optimizers import Optimizer
 from core.slices import Slice
 from core.step import TrainState
-from core.types import Batch, ChoosesDtype, ChoosesKernels, CouplesRows, Model, Params, can
+from core.types import Batch, ChoosesDtype, ChoosesKernels, CouplesRows, LossOutput, Model, Params, can
 from parallel import strategy
 from parallel.planning import candidates, kernel_flops
 
@@ -43,6 +43,11 @@ class Kept(NamedTuple):
     itemsize: int
     copies: int
     on_host: bool = False
+
+    @property
+    def unstacked(self) -> tuple[str | None, ...]:
+        """The names of `axes` without those of stacked layers."""
+        return tuple(name for name in self.axes.names if name not in logical.STACKED)
 
     @property
     def has_rows(self) -> bool:
@@ -78,7 +83,8 @@ class Exchange(NamedTuple):
     is_gathered: bool
 
 
-class Work(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Work:
     """The work of one training step for one row; FLOPs of matrix products are without Pallas kernels.
 
     Attributes:
@@ -107,19 +113,20 @@ class Work(NamedTuple):
     def with_padding(self, padding: float) -> Work:
         """Returns the work with the FLOPs of `padding` times as many layers in loops."""
         more, kernels = ((padding - 1) * share for share in self.looped)
-        return self._replace(
+        return dataclasses.replace(
+            self,
             forward_flops=self.forward_flops * (1 + more),
             flops=self.flops * (1 + more),
             kernel_flops=self.kernel_flops * (1 + kernels),
             forward_kernel_flops=self.forward_kernel_flops * (1 + kernels),
         )
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> float:
         """Bytes per row of the saved arrays that have rows."""
         return sum(kept.bytes for kept in self.kept if kept.has_rows)
 
-    @property
+    @functools.cached_property
     def of_loops(self) -> list[Kept]:
         """The saved arrays of loops that have rows."""
         return [kept for kept in self.kept if kept.copies > 1 and kept.has_rows]
@@ -146,10 +153,27 @@ class ModelTrace:
     trained: tuple[bool, ...]
     couples_rows: bool = False
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         """Number of positions of a row."""
         return row_length(self.spec)
+
+    @functools.cached_property
+    def saves_least(self) -> Work:
+        """The work with the choice of `remat` that saves the fewest bytes per row."""
+        return min(self.works.values(), key=lambda work: work.row_bytes)
+
+    @functools.cached_property
+    def saves_most(self) -> Work:
+        """The work with the choice of `remat` that saves the most bytes per row."""
+        return max(self.works.values(), key=lambda work: work.row_bytes)
+
+    @functools.cached_property
+    def recomputes_least(self) -> Work:
+        """The work of those with the fewest FLOPs that saves the fewest bytes per row."""
+        least = min(work.flops for work in self.works.values())
+        few = [work for work in self.works.values() if work.flops <= 1.01 * least]
+        return min(few, key=lambda work: work.row_bytes)
 
     def distinct_remats(self, own: str | None) -> tuple[str | None, ...]:
         """Returns one choice of `remat` for each different work; preferably `own`."""
@@ -216,10 +240,14 @@ def _with_tpu_attention(model: Any, params: Any, example: Any) -> Any:
         return model
     kernel = wrappers.with_field(model, "attention", "splash")
     try:
-        jax.eval_shape(lambda p, b: kernel.loss(p, (), jax.random.key(0), b, is_training=True), params, example)
+        jax.eval_shape(lambda p, b: _trained(kernel, p, (), jax.random.key(0), b), params, example)
     except ValueError:  # from JAX's kernel: its tiles do not fit the length
         return model
     return kernel
+
+
+def _trained(model: Model, params: Any, carry: Any, rng: Any, batch: Any) -> LossOutput:
+    return model.loss(params, carry, rng, random_bits.with_row_ids(batch), is_training=True)[1]
 
 
 def _chooses_chunks(model: Any) -> bool:
@@ -251,7 +279,7 @@ def work(
     inputs = params, jax.eval_shape(model.init_carry, batch), jax.eval_shape(lambda: jax.random.key(0)), batch
 
     def loss(model: Model, params: Any, carry: Any, rng: Any, batch: Any) -> jax.Array:
-        return model.loss(trainable(params), carry, rng, batch, is_training=True)[1].loss_sum
+        return _trained(model, trainable(params), carry, rng, batch).loss_sum
 
     def forward(model: Model, params: Any, *others: Any) -> Any:
         value, back = jax.vjp(lambda p: loss(model, p, *others), params)

@@ -58,6 +58,8 @@ class ShardedState:
     def __init__(self, tables: Strategy, trace: ModelTrace):
         """Raises Refused if the tables do not fit the slice or the model."""
         self.tables, self.trace = tables, trace
+        self._pieces: dict[tuple[tuple[str | None, ...], bool], int] = {}
+        self.traffic_of_weights: dict[tuple, tuple] = {}  # kept by `arithmetic`; rescheduled states share it
         self.params = leaves(trace.shapes.params, trace.axes.params)
         try:
             self.shape = strategy.resolve(tables, trace.slice)
@@ -83,6 +85,8 @@ class ShardedState:
         _ = self.state, self.gradients, self.gathered, self.links
         other = copy.copy(self)
         other.tables = tables
+        for name in ("pipeline", "padding"):
+            vars(other).pop(name, None)
         if other.padding != self.padding:
             del vars(other)["gradients"], vars(other)["gathered"]
         return other
@@ -123,7 +127,7 @@ class ShardedState:
         if self.trace.length % pieces:
             raise Refused("positions do not divide", f"length = {self.trace.length} does not divide over {pieces}")
 
-    @property
+    @functools.cached_property
     def pipeline(self) -> Schedule | None:
         """The schedule; None without a pipeline or with a single stage."""
         return strategy.schedule_of(self.tables, self.shape)
@@ -133,7 +137,7 @@ class ShardedState:
         """Number of microbatches of the pipeline; 1 without one."""
         return self.pipeline.num_microbatches if self.pipeline else 1
 
-    @property
+    @functools.cached_property
     def padding(self) -> float:
         """Layers that a pipeline runs, with padding, divided by those of the model."""
         return max((self.padding_of(leaf, of) for leaf, of in self.params), default=1.0)
@@ -152,6 +156,13 @@ class ShardedState:
     def shards(self, names: Sequence[str | None], table: Rules, *, without: Collection[str] = ()) -> int:
         """Returns the number of shards of an array, not counting mesh axes in `without`."""
         return self.degree(mesh_axes(names, table) - set(without))
+
+    def pieces(self, names: tuple[str | None, ...], *, as_stored: bool = False) -> int:
+        """Returns the number of shards of an array by the table of activations or, `as_stored`, of parameters."""
+        if (names, as_stored) not in self._pieces:
+            table = self.tables.param_rules if as_stored else self.tables.activation_rules
+            self._pieces[names, as_stored] = self.shards(names, table)
+        return self._pieces[names, as_stored]
 
     def stored_axes(self, leaf: Any, of: Axes, table: Rules) -> set[str]:
         """Returns the mesh axes that shard an array of the state."""

@@ -6,7 +6,8 @@
              update       optimizer state, parameters
     step 2   …
 
-The residual stream is the value that `core.stack` passes from layer to layer.
+The residual stream is the value that `core.stack` passes from layer to layer. A group of layers that it runs as one
+has one entry, such as `layers 4-5`.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from core import logical, parameters, stack
+from core import logical, parameters, random_bits, stack
 from core.batches import batch_shapes, batch_size
 from core.errors import UserError
 from core.step import TrainState
@@ -60,7 +61,8 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
         )
     recording = dataclasses.replace(program, optimizer=agreement.record_gradients(program.optimizer))
     rows = np.asarray(program.partitioner.data_layout(batch_size(batches[0])).rows)
-    order, forward = _Order(program), _Forward(program)
+    layers = _Layers(program)
+    order, forward = _Order(program, layers), _Forward(program, layers)
     kept = {key(0, START, "parameters", name): a for name, a in _named(program, state.params)}
     kept |= {key(0, START, "optimizer state", name): a for name, a in _named(program, state.opt_state)}
     state = _with_gradients(recording, state)
@@ -74,7 +76,7 @@ def record(program: Program, state: TrainState, batches: Sequence[Batch]) -> dic
         parts = {"optimizer state": state.opt_state.inner, "parameters": state.params}
         for place, tree in parts.items():
             axes = program.axes.opt_state if place == "optimizer state" else program.axes.params
-            named = _by_layer(_named(program, tree), axes, _num_first(program))
+            named = _by_layer(_named(program, tree), axes, layers)
             kept |= {key(step, "update", place, name): a for name, a in named}
     return kept
 
@@ -85,9 +87,37 @@ def _with_gradients(recording: Program, state: TrainState) -> TrainState:
     return state._replace(opt_state=agreement.RecordedGradients(state.opt_state, zeros))
 
 
-class _Forward:
+class _Layers:
+    """Names layers; one entry of stacked arrays belongs to a group of successive layers (`core.stack`).
+
+    Attributes:
+      feeding: names of the parameters that the input of the first layer stack depends on.
+    """
+
     def __init__(self, program: Program):
-        self._program = program
+        groups: dict[bool, int] = {}
+        self.feeding = _feeding(program, groups)
+        self._first, self._others = (groups.get(is_first, 1) for is_first in (True, False))
+        shapes = jax.tree.leaves(program.abstract_state.params)
+        both = zip(shapes, _axes_leaves(program.axes.params), strict=True)
+        firsts = (shape.shape[0] for shape, axes in both if axes[:1] == (logical.FIRST_LAYERS,))
+        self._first_entries = max(firsts, default=0)
+
+    def start(self, axis: str | None) -> int:
+        """Returns the number of entries before those of a stacked array with this first axis."""
+        return self._first_entries if axis == logical.LAYERS else 0
+
+    def place(self, entry: int) -> str:
+        """Returns, for example, `layer 3`, or `layers 4-5` for a group of two."""
+        before = min(entry, self._first_entries)
+        begin = before * self._first + (entry - before) * self._others
+        group = self._first if entry < self._first_entries else self._others
+        return f"layer {begin}" if group == 1 else f"layers {begin}-{begin + group - 1}"
+
+
+class _Forward:
+    def __init__(self, program: Program, layers: _Layers):
+        self._program, self._layers = program, layers
         self._jitted = jax.jit(lambda state, batch: residuals(program, state.params, state, batch))
 
     def __call__(self, state: TrainState, batch: Any) -> dict[tuple[str, str], np.ndarray]:
@@ -105,7 +135,7 @@ class _Forward:
             streams = jax.tree_util.tree_leaves_with_path(layers)
             for layer in zip(*(every for _, every in streams), strict=True):
                 found |= {
-                    (f"layer {count}", _residual(path)): storable(x)
+                    (self._layers.place(count), _residual(path)): storable(x)
                     for (path, _), x in zip(streams, layer, strict=True)
                 }
                 count += 1
@@ -118,11 +148,16 @@ def _residual(path: Sequence[Any]) -> str:
     return "residual" + jax.tree_util.keystr(tuple(path))
 
 
-def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> tuple[list, jax.Array | None]:
+def residuals(
+    program: Program, params: Any, state: TrainState, batch: Any, groups: dict[bool, int] | None = None
+) -> tuple[list, jax.Array | None]:
     """Records a forward pass of the program's model.
 
     Args:
+      params: the parameters.
       state: gives the carry, and the step that the random bits depend on.
+      batch: the global batch.
+      groups: receives the number of layers of an entry of the first layers (True) and of the others (False).
 
     Returns:
       For every layer stack, a pair of its input and its layers' outputs [L, ...]; and the logits or None.
@@ -143,20 +178,20 @@ def residuals(program: Program, params: Any, state: TrainState, batch: Any) -> t
         result, out = stack.scan_runner(dataclasses.replace(fn, rematerialized=recorded), stacked, x, side, tail)
         outputs, every = out.stacked
         seen.append((x, every))
+        if groups is not None:
+            groups[fn.is_first] = fn.group
         return result, out._replace(stacked=outputs)
 
     with stack.use_runner(runner):
-        model.loss(params, state.carry, rng, batch, is_training=True)
+        model.loss(params, state.carry, rng, random_bits.with_row_ids(batch), is_training=True)
     return list(seen), model.logits(params, batch) if can(model, Generates) else None
 
 
 class _Order:
     """Sorts gradients in the order of a backward pass: head, layers from the last to the first, embedding."""
 
-    def __init__(self, program: Program):
-        self._axes = program.axes.params
-        self._early = _feeds_the_stack(program)
-        self._num_first = _num_first(program)
+    def __init__(self, program: Program, layers: _Layers):
+        self._axes, self._layers = program.axes.params, layers
 
     def gradients(self, tree: Any) -> Iterator[tuple[str, str, np.ndarray]]:
         """Yields (place, name, array) of the gradients in `tree`; stacked gradients layer by layer."""
@@ -165,33 +200,22 @@ class _Order:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, a), axes in zip(leaves, _axes_leaves(self._axes), strict=True):
             of_axis = stacked[str(axes[0])] if logical.is_stacked(axes) else others
-            of_axis.append((parameters.path_name(path), np.asarray(a)))
-        yield from (("head", name, a) for name, a in others if name not in self._early)
+            of_axis.append((parameters.path_name(path), storable(a)))
+        yield from (("head", name, a) for name, a in others if name not in self._layers.feeding)
         for axis, named in stacked.items():  # the layers that repeat, and then those before them
-            start = _start(axis, self._num_first)
-            for layer in reversed(range(max((len(a) for _, a in named), default=0))):
-                yield from ((f"layer {start + layer}", name, a[layer]) for name, a in named if layer < len(a))
-        yield from (("embedding", name, a) for name, a in others if name in self._early)
+            start = self._layers.start(axis)
+            for entry in reversed(range(max((len(a) for _, a in named), default=0))):
+                place = self._layers.place(start + entry)
+                yield from ((place, name, a[entry]) for name, a in named if entry < len(a))
+        yield from (("embedding", name, a) for name, a in others if name in self._layers.feeding)
 
 
-def _num_first(program: Program) -> int:
-    """Returns the number of layers before those that repeat (`core.stack.First`)."""
-    shapes = jax.tree.leaves(program.abstract_state.params)
-    both = zip(shapes, _axes_leaves(program.axes.params), strict=True)
-    return max((shape.shape[0] for shape, axes in both if axes[:1] == (logical.FIRST_LAYERS,)), default=0)
-
-
-def _start(axis: str | None, num_first: int) -> int:
-    return num_first if axis == logical.LAYERS else 0
-
-
-def _feeds_the_stack(program: Program) -> set[str]:
-    """Returns the names of the parameters that the input of the first layer stack depends on."""
+def _feeding(program: Program, groups: dict[bool, int]) -> set[str]:
     state = program.abstract_state
     batch = batch_shapes(program.spec)
 
     def entering(params, state, batch):
-        seen, _ = residuals(program, params, state, batch)
+        seen, _ = residuals(program, params, state, batch, groups)
         return seen[0][0] if seen else ()
 
     with program.partitioner.tracing():
@@ -216,10 +240,10 @@ def _named(program: Program, tree: Any) -> Iterator[tuple[str, np.ndarray]]:
         yield parameters.path_name(path), storable(leaf)
 
 
-def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any, num_first: int) -> Iterator[tuple[str, np.ndarray]]:
+def _by_layer(named: Iterator[tuple[str, np.ndarray]], axes: Any, layers: _Layers) -> Iterator[tuple[str, np.ndarray]]:
     for (name, a), of in zip(named, _axes_leaves(axes), strict=True):
         if logical.is_stacked(of):
-            yield from ((f"{name}, layer {_start(of[0], num_first) + i}", a[i]) for i in range(len(a)))
+            yield from ((f"{name}, {layers.place(layers.start(of[0]) + i)}", a[i]) for i in range(len(a)))
         else:
             yield name, a
 

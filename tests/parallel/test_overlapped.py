@@ -189,6 +189,8 @@ def test_axes_of_one_chip_do_not_matter(tables):
 def test_a_mesh_axis_without_rows_is_refused():
     with pytest.raises(UserError, match="overlap_reduction would gather all experts on every chip"):
         dataclasses.replace(strategies.experts(expert=2), overlap_reduction=True)
+    with pytest.raises(UserError, match=r"overlap_reduction: layers must not be sharded; set .*'layers': None"):
+        strategies.override(strategies.fsdp(overlap_reduction=True), param_rules={"layers": "fsdp", "embed": None})
     with pytest.raises(UserError, match="overlap_reduction: tensor = 2 does not shard rows"):
         dataclasses.replace(strategies.fsdp_tensor(tensor=2), overlap_reduction=True)
     with pytest.raises(UserError, match="overlap_reduction = 'yes'; expected True or False"):

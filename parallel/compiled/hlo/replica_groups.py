@@ -43,7 +43,7 @@ def device_groups(at: Instruction, chips: int) -> list[list[int]]:
         return _mesh_groups(text)
     if text.startswith("["):
         return _iota(_beginning(r"\S+?(?=,\s|,?$)", text)).tolist()
-    groups = _explicit(_beginning(r"\{(.*?\})?\}", text))
+    groups = _explicit(_beginning(r"\{\}|\{.*?\}\}", text))
     counts_replicas = at.attribute("channel_id") is not None and at.attribute("use_global_device_ids") != "true"
     if not any(groups) or (groups == [[0]] and counts_replicas):
         return [list(range(chips))]

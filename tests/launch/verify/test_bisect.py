@@ -328,7 +328,7 @@ def test_another_seed_is_named_at_the_start(fsdp):
 
 @pytest.mark.slow
 def test_missing_gradient_sums_are_found_after_an_equal_loss(fsdp, monkeypatch):
-    monkeypatch.setattr(accumulation, "reduce", lambda x, spec, manual: x)
+    monkeypatch.setattr(accumulation, "reduce", lambda x, stored, kept, manual: x)
     found = first(fsdp, recorded(strategies.data_parallel(), accum_steps=2))
     assert found.group == (1, "gradients", "head")
     assert found.tensor in ("unembedding", "final_norm")
@@ -379,6 +379,51 @@ def test_layers_are_counted_from_those_before_the_others():
         name.rpartition("/")[2] for name in found if name.startswith("1|update|parameters|") and "layer " in name
     }
     assert updated == {f"{tensor}, {layer}" for layer, tensor in tensors.items()}
+
+
+class Scaled(hk.Module):
+    """A layer with a vector."""
+
+    def __call__(self, x):
+        return x + jnp.tanh(x * logical.param("vector", (8,), ("norm",), hk.initializers.RandomNormal(0.3)))
+
+
+class InGroups(HaikuModel):
+    """Four layers, of which runners treat two as one; the loss also depends on the number of a row."""
+
+    def _loss(self, batch):
+        init = hk.initializers.RandomNormal(0.3)
+
+        def block(x, side, *, kind):
+            return Scaled(name=kind)(x)
+
+        table = logical.param("table", (203, 8), (None, "embed"), init)
+        layers = stack.layer_stack(block, 4, pattern=("first", "second"), group=2)
+        logits = layers(table[batch["inputs"]]) @ logical.param("head", (8, 203), ("embed", None), init)
+        rows = jnp.zeros(16) if hk.running_init() else batch["row_ids"]  # a model is initialized without them
+        weights = batch["weights"] / (1 + rows[:, None])
+        return losses.cross_entropy(logits, batch["targets"], weights, vocab_size=203)
+
+
+def test_a_group_of_layers_has_the_numbers_of_all():
+    found = recorded(strategies.fsdp(), model=InGroups())
+    places = list(dict.fromkeys(tuple(name.split("|")[1:3]) for name in found if name.startswith("1|")))
+    both = ["layers 0-1", "layers 2-3"]
+    assert [place for phase, place in places if phase == "forward"] == ["embedding", *both]
+    assert [place for phase, place in places if phase == "gradients"] == ["head", *reversed(both), "embedding"]
+    updated = {name.rpartition(", ")[2] for name in found if name.startswith("1|update|parameters|") and ", " in name}
+    assert updated == set(both)
+
+
+def test_gradients_in_a_dtype_that_numpy_lacks_are_stored():
+    """Gradients of parameters that are frozen in bfloat16."""
+    bound = partitioner.Partitioner(strategies.fsdp(), slice=slices.get("v4-8"), devices=jax.devices())
+    spec = {k: Field(a.shape, a.dtype, ("batch", "length")[: a.ndim]) for k, a in BATCHES[0].items()}
+    program = bound.program(MODEL, optimizers.adamw(learning_rate=optimizers.constant(0.1)), spec, seed=0)
+    narrow = jax.tree.map(lambda a: jnp.ones(a.shape, jnp.bfloat16), program.abstract_state.params)
+    order = recording._Order(program, recording._Layers(program))
+    dtypes = {array.dtype for _, _, array in order.gradients(narrow)}
+    assert dtypes == {np.dtype(np.float32)}
 
 
 # Whole

@@ -42,6 +42,11 @@ FSDP_GROUPS = [(8 * d + t, 8 * d + 4 + t) for d in range(2) for t in range(4)]
         ("replica_groups=[8,2]<=[2,2,4]T(0,2,1), x=1", FSDP_GROUPS, ("fsdp",)),
         ("replica_groups=[4,4]<=[4,4]T(1,0), x=1", [(i, i + 4, i + 8, i + 12) for i in range(4)], ("data", "fsdp")),
         ("channel_id=1, replica_groups={}, use_global_device_ids=true", [tuple(range(16))], ("data", "fsdp", "tensor")),
+        (
+            'replica_groups={}, dimensions={0}, backend_config={"a":[],"b":{"c":["1"]}}',
+            [tuple(range(16))],
+            ("data", "fsdp", "tensor"),
+        ),
         ("channel_id=1, replica_groups={{0}}, dimensions={0}", [tuple(range(16))], ("data", "fsdp", "tensor")),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=4] {'b'}, x={1}", FSDP_GROUPS, ("fsdp",)),
         ("replica_groups=mesh['a'=8,'b'=2], device_ids=([2,8]T(1,0)) {'b'}", [(i, i + 8) for i in range(8)], ("data",)),

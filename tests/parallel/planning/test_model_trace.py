@@ -2,13 +2,17 @@
 
 import dataclasses
 
+import haiku as hk
+import jax.numpy as jnp
 import pytest
 
-from core import optimizers, slices
+from core import logical, optimizers, slices
+from core.types import LossOutput
 from models.decoder import experts, transformer
 from models.decoder.layers import Attention
 from parallel.planning import model_trace
 from tasks import streams
+from tests.haiku_model import HaikuModel
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,22 @@ def test_kernels_of_layers_with_a_window_are_short():
     assert flops[0].forward_kernel_flops == pytest.approx(of_windows, rel=1e-5)
     assert flops[1].forward_kernel_flops == 2 * product * 3 * 4096 / 2
     assert flops[0].kernel_flops / flops[0].forward_kernel_flops == pytest.approx(9 / 2)
+
+
+class Weighted(HaikuModel):
+    """Its loss depends on the number of a row, which a batch has in `loss` and not in `init`."""
+
+    def _loss(self, batch):
+        rows = jnp.ones(len(batch["inputs"])) if hk.running_init() else batch["row_ids"]
+        matrix = logical.param("matrix", (32, 32), ("embed", None), jnp.ones)
+        outputs = batch["inputs"].astype(jnp.float32) @ matrix
+        return LossOutput(jnp.sum(outputs * rows[:, None]), jnp.float32(1), {})
+
+
+def test_a_loss_may_depend_on_the_numbers_of_rows():
+    optimizer, spec = optimizers.adamw(learning_rate=optimizers.constant(1e-3)), streams.batch_spec(8, length=32)
+    works = model_trace.trace(Weighted(), optimizer, spec, slice=slices.get("v4-8")).works
+    assert works[None].forward_flops == 2 * 32 * 32
 
 
 def test_weights_of_one_kind_of_layers_have_the_axes_of_the_stack():

@@ -174,7 +174,7 @@ def test_a_fault_in_a_bias_is_seen_under_the_floor(part, biased):
 
 @pytest.mark.slow
 def test_a_sum_over_microbatches_that_is_wrong_is_seen_in_the_gradients(one_device, monkeypatch):
-    monkeypatch.setattr(accumulation, "reduce", lambda x, spec, manual: x)
+    monkeypatch.setattr(accumulation, "reduce", lambda x, stored, kept, manual: x)
     wrong = agreement.run(program(strategies.data_parallel(), "v4-8", accum_steps=2), [next(batches())])
     assert agreement.difference(wrong.gradients, one_device.gradients).ulp > 1e6
     np.testing.assert_allclose(wrong.losses, one_device.losses[:1], rtol=1e-6)
