@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -30,7 +30,7 @@ from launch.hosts import machine, tpu_host
 from launch.runs import warm_start
 from models.decoder.published import families
 from parallel import strategies
-from parallel.generation import generating
+from parallel.generation import decoding, generating
 from parallel.generation.generating import Generator, Vectors
 from parallel.generation.sampling import GREEDY, Sampling
 from parallel.partitioner import Partitioner, Program
@@ -428,13 +428,9 @@ def _published(
 
 
 def in_compute_dtype(program: Program) -> Any:
-    """Returns abstract parameters with matrices and embeddings in the compute dtype."""
-    products, model = ("matrix", "embedding"), cast(Any, program.model)  # a model that generates has a dtype
-    return jax.tree.map(
-        lambda leaf, spec: leaf.update(dtype=model.dtype) if spec.kind in products else leaf,
-        program.abstract_state.params,
-        program.param_specs,
-    )
+    """Returns abstract parameters in the dtypes of generation."""
+    dtypes = decoding.dtypes(program)
+    return jax.tree.map(lambda leaf, dtype: leaf.update(dtype=dtype), program.abstract_state.params, dtypes)
 
 
 def chosen(gin: str, folder: str, bindings: Sequence[str], dtype: str | None, check: Callable[[], object]) -> Choice:

@@ -234,10 +234,7 @@ class Session:
 
     def _rolled_back(self) -> TrainState:
         self._checkpoints.wait()  # an incomplete save would not be found
-        start = restore_or_init(self._run, self._checkpoints, **self._fetch)
-        if self._evaluate:
-            self._evaluate.forget()
-        return start.state
+        return restore_or_init(self._run, self._checkpoints, **self._fetch).state
 
     def _begin(self, start: Start) -> None:
         run, settings = self._run, self._run.experiment

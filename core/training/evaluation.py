@@ -185,9 +185,9 @@ class Evaluate(Hook):
             opened = self._open_batches()
             self._batches, self._share = list(opened), opened.share
 
-    def forget(self) -> None:
-        """Forgets the last evaluation, whose step was lost."""
-        self.latest, self.scored, self.step = {}, None, None
+    def after_rollback(self, step: int) -> None:
+        del step
+        self.latest, self.scored, self.step = {}, None, None  # the last evaluation may be of a lost step
 
     def needs_state(self, step: int) -> bool:
         return (step % self._every == 0 or step == self._last_step) and not self.unless(step)

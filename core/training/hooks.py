@@ -440,16 +440,17 @@ class RollBack(Hook):
         *,
         newest: Callable[[], int | None] = lambda: None,
         wait: Callable[[], None] = lambda: None,
-        lost_after: Callable[[int], None] = lambda step: None,
+        writers: metrics.Writers | None = None,
     ):
         """Takes what to call for every rollback.
 
         Args:
-          say: `say(step, metric, sentence)`, last.
+          say: `say(step, metric, sentence)`.
           newest, wait: as in `policy_hook`.
-          lost_after: gets the last step that was not lost.
+          writers: learn which steps were lost; None: no records are kept.
         """
-        self._say, self._newest, self._wait, self._lost_after = say, newest, wait, lost_after
+        self._say, self._newest, self._wait, self._writers = say, newest, wait, writers or metrics.Writers()
+        self._all_failed_at: list[int] = []
         self._failed_at = 0
         self._in_vain = 0
 
@@ -467,9 +468,14 @@ class RollBack(Hook):
         self._wait()  # an incomplete save would not be found
         newest = self._newest()
         where = "the start, because there is no checkpoint" if newest is None else f"the checkpoint of step {newest}"
-        self._lost_after(newest or 0)
+        self._all_failed_at.append(self._failed_at)
         self._say(self._failed_at, ROLLED_BACK, f"{said} Back to {where}, with the data after this.")
         raise trainer.RollBackError(said)
+
+    def after_rollback(self, step: int) -> None:
+        self._writers.lost_after(step)
+        for failed_at in self._all_failed_at:  # the records of rollbacks are not lost
+            self._writers.scalars(failed_at, {ROLLED_BACK: 1.0})
 
 
 def policy_hook(
@@ -498,5 +504,5 @@ def policy_hook(
         case "skip":
             return Skip(say)
         case "roll_back":
-            return RollBack(say, newest=newest, wait=wait, lost_after=writers.lost_after)
+            return RollBack(say, newest=newest, wait=wait, writers=writers)
     return Stop(newest=newest, wait=wait)

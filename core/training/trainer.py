@@ -100,6 +100,9 @@ class Hook:
     def at_boundary(self, step: int, state: TrainState) -> None:
         """Called after step `step`, before the next is dispatched; `state` is valid only during this call."""
 
+    def after_rollback(self, step: int) -> None:
+        """Called when the loop goes on from the state after `step`; later steps are lost."""
+
     def on_error(self, error: Exception, last: LastStep) -> None:
         """Called when an exception ends the loop, before `close`; `last.state` is valid only during this call."""
 
@@ -200,6 +203,8 @@ class _Loop:
             with activity.enter(activity.RESTORING):
                 self._state = restore()
             self._step = int(self._state.step)
+            for hook in self._hooks:
+                hook.after_rollback(self._step)
 
     def _run(self, total_steps: int) -> TrainState:
         assert self._state is not None

@@ -374,7 +374,7 @@ class DecoderConfig(Decoder):
 
     @property
     def rotations(self) -> tuple[rotary.Rotation, ...]:
-        layers = [*self._firsts, *self._repeated] if self.first_mixer else self._repeated
+        layers = [*self._firsts, *self._repeated] if self.first_mixer else [*self._repeated, *self._firsts]
         found = [part.rotation(self) for mixers, last in layers for part in (*mixers, last) if part is not None]
         others = {one: (one.theta, one.scaling) != (self.rope_theta, self.rope_scaling) for one in found if one}
         return tuple(sorted(others, key=lambda one: others[one]))
@@ -436,7 +436,8 @@ def _shrunk(scaling: rotary.Scaling | None, decoder: DecoderConfig) -> rotary.Sc
     """Returns a scaling of rotary frequencies with factors for the smaller heads of a decoder."""
     if not isinstance(scaling, rotary.LongRope):
         return scaling
-    width = max(one.width or decoder.head_width for one in decoder.rotations if one.scaling == scaling)
+    widths = [one.width or decoder.head_width for one in decoder.rotations if one.scaling == scaling]
+    width = max(widths, default=2 * len(scaling.short))  # no part may use it
     return dataclasses.replace(scaling, short=scaling.short[: width // 2], long=scaling.long[: width // 2])
 
 

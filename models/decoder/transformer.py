@@ -82,8 +82,8 @@ class Transformer(DecoderConfig):
             if len(named) > 1 and any(map(self._shares_by_name, named)):
                 raise UserError(
                     f"Transformer: parts called {name!r} have different settings, but share sums or states under "
-                    "this name: give them the same settings, or make one a subclass with another `name` (of a "
-                    "feed-forward: and with a `norm`)"
+                    "this name: give them the same settings, or make one a subclass with another `name` (a "
+                    "feed-forward also needs a `norm`)"
                 )
         for part in (part for kind in self.first_kinds for part in parts_of(kind).values()):
             if jax.tree.leaves(jax.eval_shape(part.empty_sums)):

@@ -465,8 +465,8 @@ def adapted(
       settings: further fields of `TTTConfig`, by name.
       **options: further fields of `AdaptedDecoder`.
     """
-    check_fields(settings or {}, TTTConfig, where="ttt.adapted.settings")
-    check_fields(options, AdaptedDecoder, where="ttt.adapted")
+    check_fields(settings or {}, TTTConfig, where="adapter.adapted.settings")
+    check_fields(options, AdaptedDecoder, where="adapter.adapted")
     if num_heads is None:
         num_heads = max(base.embed_dim // max(head_dim, 1), 1)  # TTTConfig refuses heads without width
     if base_rate is None:

@@ -107,7 +107,7 @@ def problem(
             fixes += ["raise ACCUM_STEPS", "let the model save less on the host (remat)"]
         elif need["evaluation"] > need["batches"]:
             fixes.append(f"{'' if fixes else 'set '}EVAL_BATCHES (now {eval_batches}) lower")
-        *others, last = fixes or ["take more hosts"]
+        *others, last = fixes or ["use machines with more memory"]
         fix = f"{', '.join(others)}, or {last}" if others else last
     return f"{what}: needs {_gib(total)} of host memory ({parts}), and {whose} has {_gib(have_bytes)}. Fix: {fix}"
 

@@ -176,7 +176,9 @@ def _readable_bytes(path: pathlib.Path) -> int:
     try:
         if path.stat().st_size > _LARGEST_PYTHON_FILE_BYTES:
             return 0
-        return len(path.read_text(encoding="utf-8").encode())
+        content = path.read_bytes()
+        content.decode()
+        return len(content)
     except (OSError, UnicodeDecodeError):
         return 0
 

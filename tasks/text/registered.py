@@ -10,7 +10,7 @@ per answer: `inputs` has all ids before the answer, and `targets` those of the a
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -70,7 +70,7 @@ def vocabulary(ours: Vocabulary) -> Any:
     seqio = seqio_tasks.library()
     if ours.hash == vocabularies.bytes().hash:
         return seqio.ByteVocabulary()
-    return _vocabulary_class()(ours)
+    return seqio_tasks.own_vocabulary()(ours)
 
 
 def split(dataset: Any, sequence_length: Mapping[str, int] | None) -> Any:
@@ -116,47 +116,6 @@ def _answers(task: TextTask, split: str) -> Iterator[Mapping[str, np.ndarray]]:
         ids, learned = np.concatenate([inputs[:1], targets]), np.concatenate([[0], weights, [0]])
         for begin, end in np.flatnonzero(np.diff(learned)).reshape(-1, 2) + 1:
             yield {"inputs": ids[:begin], "targets": ids[begin:end]}
-
-
-@functools.cache
-def _vocabulary_class() -> type:
-    seqio, tf = seqio_tasks.library(), tensorflow()
-
-    class OwnVocabulary(seqio.Vocabulary):  # type: ignore[name-defined]  # of a library that is imported late
-        def __init__(self, ours: Vocabulary) -> None:
-            super().__init__(extra_ids=0)
-            self._ours = ours
-
-        ids_hash = property(lambda self: self._ours.hash)  # of `seqio_tasks.described`
-        bos_id = property(lambda self: self._ours.bos_id)
-        eos_id = property(lambda self: self._ours.eos_id)
-        unk_id = property(lambda self: None)
-        _base_vocab_size = property(lambda self: self._ours.size)
-
-        def _encode(self, s: str) -> Sequence[int]:
-            return self._ours.encode(s)
-
-        def _decode(self, ids: Iterable[int]) -> str:
-            return self._ours.decode(ids)
-
-        def _encode_tf(self, s: Any) -> Any:
-            def encode(content: Any) -> np.ndarray:
-                return np.array(self._ours.encode(content.decode()), np.int32)
-
-            ids = tf.numpy_function(encode, [s], tf.int32)
-            ids.set_shape([None])
-            return ids
-
-        def _decode_tf(self, ids: Any) -> Any:
-            return tf.numpy_function(lambda values: self._ours.decode(values.tolist()).encode(), [ids], tf.string)
-
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, OwnVocabulary) and self._ours.hash == other._ours.hash
-
-        def __hash__(self) -> int:
-            return hash(self._ours.hash)
-
-    return OwnVocabulary
 
 
 for _name in SHIPPED:

@@ -95,7 +95,21 @@ class SeqioCache(DocumentSource):
     @functools.cached_property
     def definition(self) -> Mapping[str, Any]:
         """The vocabulary and the tasks; read from the cache once it is written."""
-        return self.saved or _definition(self.asked)
+        return self.saved or self._now()
+
+    def _now(self) -> Mapping[str, Any]:
+        found, problem = self._answer
+        if problem:
+            raise UserError(problem)
+        return found
+
+    @functools.cached_property
+    def _answer(self) -> tuple[Mapping[str, Any], str]:
+        """The definition as the module has it, and why there is none; asked once, because it starts a process."""
+        try:
+            return _definition(self.asked), ""
+        except UserError as error:
+            return {}, str(error)
 
     def problems(self) -> list[str]:
         try:
@@ -139,7 +153,8 @@ class SeqioCache(DocumentSource):
         Raises:
           UserError: the task cannot be cached, or the existing cache does not fit.
         """
-        for read in ("saved", "definition"):  # another host may have written it, and the module may have changed
+        # Another host may have written it, and the module may have changed.
+        for read in ("saved", "definition", "_answer"):
             self.__dict__.pop(read, None)
         if filters:
             filters = self._checked(filters)
@@ -244,12 +259,12 @@ class SeqioCache(DocumentSource):
     def _changed(self, saved: Mapping[str, Any]) -> str:
         """Says how the task differs from that of the cache, or what is wrong with its first examples; "": neither."""
         try:
-            now = _definition(self.asked)
+            now = self._now()
         finally:
             seqio_pipeline.PROCESSES.close()
         if now["problems"]:
             return now["problems"][0]
-        if now["vocabulary"] != saved["vocabulary"]:
+        if _same_ids(now["vocabulary"]) != _same_ids(saved["vocabulary"]):
             return "its vocabulary is another"
         if now["tasks"].keys() != saved["tasks"].keys():
             return f"{self.asked.name} has the tasks {', '.join(now['tasks'])}, not {', '.join(saved['tasks'])}"
@@ -344,10 +359,12 @@ _definitions: dict[tuple[Asked, str | None], Mapping[str, Any]] = {}  # with the
 def _definition(asked: Asked) -> Mapping[str, Any]:
     """Returns `seqio_pipeline.definition` in a process that has imported the user's module as its file is now."""
     key, processes = (asked, _module_hash(asked.module)), seqio_pipeline.PROCESSES
+    if former := [one for one in _definitions if one[0].module == asked.module and one[1] != key[1]]:
+        processes.close()
+        for one in former:
+            del _definitions[one]
     if key in _definitions:
         return _definitions[key]
-    if any(other.module == asked.module and read != key[1] for other, read in _definitions):
-        processes.close()
     is_sound = False
     try:
         found = seqio_pipeline.answer(processes.submit(0, seqio_pipeline.definition, asked))
@@ -358,6 +375,11 @@ def _definition(asked: Asked) -> Mapping[str, Any]:
     if is_sound:
         _definitions[key] = found
     return found
+
+
+def _same_ids(vocabulary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a described vocabulary without the hash of one whose ids only the first examples can compare."""
+    return {name: value for name, value in vocabulary.items() if name != "hash" or vocabulary["kind"] != "other"}
 
 
 class _TaskJob:

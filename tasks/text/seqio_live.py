@@ -175,12 +175,11 @@ def _examples(found: Any, spec: StreamSpec, lengths: Mapping[str, int]) -> Any:
     seqio = seqio_tasks.library()
     tasks = [task for task in seqio.get_subtasks(found) if spec.split in task.splits]
     is_mixed_here = spec.once and len(tasks) > 1
-    use_cached = any(task.requires_caching for task in tasks)
     each = [
         source.get_dataset(
             lengths,
             split=spec.split,
-            use_cached=use_cached,
+            use_cached=any(task.requires_caching for task in seqio.get_subtasks(source)),
             shuffle=spec.seed is not None,
             seed=0 if spec.seed is None else spec.seed,  # without one, each host would draw otherwise
             num_epochs=1 if spec.once else None,
@@ -208,10 +207,10 @@ def rows(corpus: LiveSeqio, spec: StreamSpec) -> Any:
         task = seqio_tasks.registered(corpus.asked.name, module=corpus.asked.module)
         try:
             examples = _examples(task, spec, lengths)
-        except (
-            ValueError,
-            AssertionError,
-        ) as error:  # of a task that may not be shuffled, or whose seqio cache is missing
+        except UserError:
+            raise
+        except (ValueError, AssertionError) as error:
+            # Of a task that may not be shuffled, or whose seqio cache is missing.
             raise UserError(f"text.seqio.live = True: {corpus.asked.name} cannot be read live: {error}") from error
         if not seqio_tasks.reserves_zero(task.output_features["targets"].vocabulary):
             examples = examples.map(functools.partial(_without_zero, names=tuple(lengths)))

@@ -9,8 +9,10 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from core.errors import Problem, UserError
 from tasks import edit_distance
@@ -31,6 +33,47 @@ def library() -> Any:
     import seqio
 
     return seqio
+
+
+@functools.cache
+def own_vocabulary() -> Any:
+    """Returns the class of seqio vocabularies that have the ids of a vocabulary of Renga, `ours`."""
+    seqio, tf = library(), tensorflow()
+
+    class OwnVocabulary(seqio.Vocabulary):  # type: ignore[name-defined]  # of a library that is imported late
+        def __init__(self, ours: Vocabulary) -> None:
+            super().__init__(extra_ids=0)
+            self.ours = ours
+
+        bos_id = property(lambda self: self.ours.bos_id)
+        eos_id = property(lambda self: self.ours.eos_id)
+        unk_id = property(lambda self: None)
+        _base_vocab_size = property(lambda self: self.ours.size)
+
+        def _encode(self, s: str) -> Sequence[int]:
+            return self.ours.encode(s)
+
+        def _decode(self, ids: Iterable[int]) -> str:
+            return self.ours.decode(ids)
+
+        def _encode_tf(self, s: Any) -> Any:
+            def encode(content: Any) -> np.ndarray:
+                return np.array(self.ours.encode(content.decode()), np.int32)
+
+            ids = tf.numpy_function(encode, [s], tf.int32)
+            ids.set_shape([None])
+            return ids
+
+        def _decode_tf(self, ids: Any) -> Any:
+            return tf.numpy_function(lambda values: self.ours.decode(values.tolist()).encode(), [ids], tf.string)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, OwnVocabulary) and self.ours.hash == other.ours.hash
+
+        def __hash__(self) -> int:
+            return hash(self.ours.hash)
+
+    return OwnVocabulary
 
 
 @functools.cache
@@ -88,8 +131,8 @@ def described(name: str) -> dict[str, Any]:
     if type(vocabulary) is seqio.ByteVocabulary:
         digest = Bytes().hash if size == Bytes.size else hashlib.sha256(f"bytes, {size} ids".encode()).hexdigest()
         return found | {"kind": "bytes", "hash": digest}
-    if ours := getattr(vocabulary, "ids_hash", ""):  # one of Renga, such as `registered.vocabulary` returns
-        return found | {"hash": ours}
+    if isinstance(vocabulary, own_vocabulary()):
+        return found | {"hash": vocabulary.ours.hash}
     texts = () if isinstance(vocabulary, seqio.PassThroughVocabulary) else _SAMPLES
     what = [type(vocabulary).__name__, size, [list(map(int, vocabulary.encode(text))) for text in texts]]
     return found | {"hash": hashlib.sha256(json.dumps(what).encode()).hexdigest()}

@@ -133,17 +133,27 @@ class Writer:
         about: Mapping[str, Any],
         counts: Counts,
         *,
+        position: Any,
         seen: Seen | None,
         check: Callable[[Set[str]], None],
     ) -> None:
-        """Opens or creates the arrays; `check` raises if one of the named files changed."""
+        """Opens or creates the arrays.
+
+        Args:
+          folder: of the cache.
+          about: what the cache is made of.
+          counts: of what was converted before `position`.
+          position: from which the conversion continues; None: the start.
+          seen: finds near duplicates; None: they are kept.
+          check: raises if one of the named files changed.
+        """
         self._folder, self._about, self._check, self.counts, self._seen = folder, about, check, counts, seen
         self._position: Any = None
         self._read: set[str] = set()  # files whose documents are not written yet
         self._converted = 0  # ids since the last commit, including those of left-out documents
         self.has_written = bool(counts.total("documents"))
         if not self.has_written:
-            self._save(None)  # first, so that later contents of the folder are known to be from this command
+            self._save(position)  # first, so that later contents of the folder are known to be from this command
         self._splits = {
             name: {
                 kind: _Array(

@@ -117,7 +117,7 @@ def write(
         _require_unchanged_while_read(files, read)
 
     described = {**begun, "sources": files}
-    writer = Writer(folder, described, Counts(**state["counts"]), seen=seen, check=verify)
+    writer = Writer(folder, described, Counts(**state["counts"]), position=state["position"], seen=seen, check=verify)
     try:
         with contextlib.closing(convert(files, state["position"])) as batches:
             for batch, converted in batches:

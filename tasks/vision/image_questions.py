@@ -469,11 +469,12 @@ class _Stream:
         self._read = 0
         weights = np.cumsum([question.weight for question in self._questions])
         if seed is not None and not (len(weights) and (weights[-1] > 0 or not task.weighted)):
-            of = " with a weight above 0" if task.weighted else ""
+            count = units.counted(len(every), "question")
+            if task.weighted:
+                raise UserError(f"{task.describe()}: {count} for {split}, none with a weight above 0; add one")
             raise UserError(
-                f"{task.describe()}: {units.counted(len(every), 'question')} for {split} and "
-                f"{units.counted(task.num_streams, 'stream')}, of which one has none{of}; set NUM_STREAMS lower, or "
-                "add questions"
+                f"{task.describe()}: {count} for {split} and {units.counted(task.num_streams, 'stream')}, of which one "
+                "has none; set NUM_STREAMS lower, or add questions"
             )
         self._weights = weights
         self._broken: set[int] = set()  # indices of questions whose images cannot be read

@@ -133,6 +133,8 @@ def family(model: DecoderConfig) -> str:
         found.append(
             (bool(wrong), len(wrong) + len(again.settings().keys() ^ wanted.keys()), len(written), kind, wrong)
         )
+    if not found:
+        raise UserError("no published family can express this decoder: each lacks one of its parts or settings")
     *_, nearest, wrong = min(found)
     wrong |= _of_no_family(model)
     if wrong:

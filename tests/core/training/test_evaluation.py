@@ -117,7 +117,7 @@ def test_the_hook_is_due_at_multiples_and_at_the_end_and_opens_its_batches_once(
     assert written == [(4, {"validation/loss": 2.0}), (8, {"validation/loss": 3.0})]
     assert hook.latest == {"validation/loss": 3.0}
     assert opened == [1]
-    hook.forget()
+    hook.after_rollback(4)
     assert (hook.latest, hook.scored, hook.step) == ({}, None, None)
     own = evaluation.Evaluate(
         Program(), batches, lambda *w: written.append(w), every=4, last_step=4, also=lambda state: {"sums/equal": state}

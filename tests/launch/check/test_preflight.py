@@ -270,7 +270,7 @@ def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: sum(need.values()) - 1)
     with pytest.raises(ValueError, match=r"BATCH_SIZE = 16 rows .*, and this host has .* at most 8, or EVAL_BATCHES"):
         host_memory.require(program, experiment.task, eval_batches=8)
-    fixed = need["a checkpoint"] + need["state and gradients"]
+    fixed = sum(need.get(name, 0) for name in ("a checkpoint", "state and gradients"))
     monkeypatch.setattr(host_memory, "available_bytes", lambda: fixed + 1)  # for no row at all
     with pytest.raises(ValueError, match=r"Fix: set EVAL_BATCHES \(now 8\) lower$"):
         host_memory.require(program, experiment.task, eval_batches=8)

@@ -226,7 +226,7 @@ def test_the_width_of_the_feed_forwards_is_a_setting():
             "gated_delta and feed_forward of one layer would share their matrices, such as 'delta_query'",
         ),
         *(
-            ({"feed_forward": both}, "parts called 'feed_forward' have different settings, .* and with a `norm`")
+            ({"feed_forward": both}, "parts called 'feed_forward' have different settings, .* also needs a `norm`")
             for both in ((Summed(), DELTA), (DELTA, Summed()))
         ),
         ({"feed_forward": (S5(states=8), BlockSparse()), "mixer": S5(states=8), "keeps_states": True}, "feed_forward"),
@@ -441,6 +441,8 @@ def test_a_part_is_a_value_with_a_name(part, says):
 def test_attention_in_place_of_a_feed_forward_is_rotated_too():
     model = dataclasses.replace(PLAIN, mixer=S5(states=8), feed_forward=Attention())
     assert model.rotations == PLAIN.rotations
+    first = dataclasses.replace(PLAIN, mixer=S5(states=8), first_feed_forward=(Attention(),))
+    assert first.rotations == PLAIN.rotations
 
 
 def test_states_of_feed_forwards_without_a_norm_are_laid_out_by_their_own_parts():
@@ -467,6 +469,8 @@ def test_a_small_form_has_long_rope_and_rotated_parts_that_fit_its_heads():
         small = model.shrink(multiples)
         assert small.rope_scaling.short == small.rope_scaling.long == factors[:kept]
         jax.eval_shape(small.init, jax.random.key(0), BATCH)
+    unused = dataclasses.replace(PLAIN, mixer=Attention(rope_theta=1e4), rope_scaling=long)
+    assert unused.shrink(multiples).rope_scaling == long
     odd = dataclasses.replace(PLAIN, mixer=Attention(rotary_fraction=0.4), head_dim=80).shrink(multiples)
     assert odd.mixer.rotary_fraction == 0.5
 

@@ -329,13 +329,13 @@ def test_unknown_fields_are_named_with_the_nearest(monkeypatch):
     for make, where in (
         (lambda **changes: transformer.preset("7b", **changes), "transformer.preset"),
         (lambda **changes: pretrained.model("folder", **changes), "pretrained.model"),
-        (lambda **changes: adapter.adapted(base=MODEL, **changes), "ttt.adapted"),
+        (lambda **changes: adapter.adapted(base=MODEL, **changes), "adapter.adapted"),
     ):
         with pytest.raises(UserError, match=f"{where} has no vocab_sise: expected fields of "):
             make(vocab_sise=3)
     with pytest.raises(UserError, match=r"transformer\.preset has no vocab_sise: .* such as vocab_size"):
         transformer.preset("7b", vocab_sise=3)
-    with pytest.raises(UserError, match=r"ttt\.adapted\.settings has no mini_bach: .* such as mini_batch"):
+    with pytest.raises(UserError, match=r"adapter\.adapted\.settings has no mini_bach: .* such as mini_batch"):
         adapter.adapted(base=MODEL, settings={"mini_bach": 3})
 
 

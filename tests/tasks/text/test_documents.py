@@ -246,3 +246,9 @@ def test_documents_of_white_space_are_counted_and_reported_at_powers_of_ten(caps
         "1 of 2 documents read so far on this host",
         "10 of 11 documents read so far on this host",
     ]
+
+
+def test_a_python_file_has_the_size_of_its_bytes_whatever_ends_its_lines(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"x = 1\r\n")
+    (found,) = documents.python_files(str(tmp_path))
+    assert found.size_bytes == (tmp_path / "a.py").stat().st_size

@@ -609,7 +609,8 @@ def test_a_module_that_cannot_be_imported_is_named(files):
 def test_a_definition_with_a_problem_and_one_of_another_module_are_read_again(monkeypatch):
     """In one process, such as a notebook, the user mends the module; another process has the former one imported."""
     asked = make("mended", "unused").corpus.asked
-    answers = iter([UserError("fails"), {"problems": ["no example"]}, {"problems": []}, {"problems": [], "new": 1}])
+    sound = [{"problems": [], "new": n} for n in range(3)]
+    answers = iter([UserError("fails"), {"problems": ["no example"]}, *sound])
     hashes, closed = ["a"], []
 
     def definition(asked):
@@ -628,9 +629,10 @@ def test_a_definition_with_a_problem_and_one_of_another_module_are_read_again(mo
     assert seqio_cache._definition(asked)["problems"] == ["no example"]
     assert closed == ["a", "a"]
     assert seqio_cache._definition(asked) is seqio_cache._definition(asked)
-    hashes.append("b")
-    assert seqio_cache._definition(asked)["new"] == 1
-    assert closed == ["a", "a", "b"]
+    for number, name in ((1, "b"), (2, "a")):  # a process that imported another module is not used again
+        hashes.append(name)
+        assert seqio_cache._definition(asked) is seqio_cache._definition(asked) is sound[number]
+    assert closed == ["a", "a", "b", "a"]
 
 
 def test_metrics_of_tasks_without_a_validation_split_do_not_count(files):
@@ -644,6 +646,30 @@ def test_a_task_that_seqio_refuses_to_read_live_is_named(files, name):
     task = text.seqio(name=name, module=MODULE, length=LENGTH, num_streams=1, live=True)
     with pytest.raises(UserError, match=f"text.seqio.live = True: {name} cannot be read live: "):
         next(task.train(DataLayout(1, (0,), (0,)), seed=0))
+
+
+def test_a_task_that_requires_the_cache_of_seqio_is_read_from_it(files, tmp_path):
+    import seqio
+    import tensorflow as tf
+
+    folder = tmp_path / "needs_cache"
+    folder.mkdir()
+    for split, values in {"train": ([5, 6, 7], [8, 9]), "validation": ([5],)}.items():
+        features = {"targets": {"dtype": "int32", "shape": [None]}}
+        info = {"features": features, "num_shards": 1, "seqio_version": seqio.__version__}
+        (folder / f"info.{split}.json").write_text(json.dumps(info))
+        (folder / f"stats.{split}.json").write_text(json.dumps({"examples": len(values)}))
+        with tf.io.TFRecordWriter(str(folder / f"{split}.tfrecord-00000-of-00001")) as writer:
+            for ids in values:
+                feature = tf.train.Feature(int64_list=tf.train.Int64List(value=ids))
+                example = tf.train.Example(features=tf.train.Features(feature={"targets": feature}))
+                writer.write(example.SerializeToString())
+    (folder / "COMPLETED").touch()
+    seqio.add_global_cache_dirs([str(tmp_path)])
+    task = text.seqio(name="needs_cache", module=MODULE, length=16, num_streams=1, live=True)
+    assert [*task.problems(), *task.example_problems()] == []
+    row = next(task.train(DataLayout(1, (0,), (0,)), seed=0))["targets"][0]
+    assert {5, 6, 7, 8, 9} <= set(row.tolist())
 
 
 class Begun(vocabularies.Bytes):

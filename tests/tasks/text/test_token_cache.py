@@ -612,6 +612,16 @@ def test_near_duplicates_are_left_out_also_by_a_command_that_continues(tmp_path)
     assert [split["documents"] for split in about["splits"].values()] == [40, 5]
 
 
+def test_a_command_that_was_ended_twice_counts_documents_that_were_left_out_once(tmp_path):
+    """None of the documents before its position was kept, and it ends again before it writes one."""
+    counts = token_writer.Counts()
+    counts.left_out["shares_text"]["documents"] = 30
+    folder, how = paths.resolve(tmp_path), {"seen": None, "check": lambda read: None}
+    token_writer.Writer(folder, {"dtype": "uint16"}, counts, position={"file": 3}, **how)
+    state = json.loads((tmp_path / token_writer.STARTED).read_text())
+    assert (state["position"], state["counts"]["left_out"]["shares_text"]["documents"]) == ({"file": 3}, 30)
+
+
 @pytest.mark.covers("D13")
 def test_documents_that_share_text_with_an_evaluation_set_are_left_out(tmp_path):
     shared = "the answer to this question is that nobody went to sea in a bowl"
