@@ -74,7 +74,7 @@ class Strategy:
         if problems:
             raise UserError(f"strategy {self.name!r}:\n  " + "\n  ".join(problems))
 
-    @property
+    @functools.cached_property
     def mesh_axes(self) -> tuple[str, ...]:
         """The names of all mesh axes, used or not, slowest network first."""
         return tuple(
@@ -130,12 +130,13 @@ def _mesh_problems(table: str, mesh_shape: Mapping[str, int], known: Sequence[st
 def _table_problems(table: str, rules: Rules, known: Sequence[str]) -> list[str]:
     if not isinstance(rules, Mapping):
         return [f"{table} = {rules!r}; expected a table, such as REPLICATED | {{'embed': 'fsdp'}}"]
-    problems = []
+    problems, declared = [], logical.all_axes()
     for name, axes in rules.items():
-        try:
-            logical.check_names([name], where=table)
-        except UserError as error:
-            problems.append(str(error))
+        if name not in declared:
+            try:
+                logical.check_names([name], where=table)
+            except UserError as error:  # says which name may be meant
+                problems.append(str(error))
         if isinstance(axes, PartitionSpec):
             problems.append(
                 f"{table}: {name} -> {axes} has {len(axes)} dimensions, but a row describes one dimension: write "

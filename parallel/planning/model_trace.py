@@ -221,12 +221,12 @@ def trace(
     )
     works: dict[str | None, Work] = {}
     in_chunks: tuple[Kept, ...] | None = None
+    kernel = _with_tpu_attention(model, params, example)
     for remat in candidates.remats(model) if remats is None else remats:
-        changed: Any = model
+        changed: Any = kernel
         if remat not in (None, candidates.remat_of(model)):
             changed = wrappers.with_field(changed, "remat", remat)
-        kernel = _with_tpu_attention(changed, params, example)
-        works[remat] = work(kernel, spec, params, axes, trainable=optimizer.trainable, in_chunks=in_chunks)
+        works[remat] = work(changed, spec, params, axes, trainable=optimizer.trainable, in_chunks=in_chunks)
         in_chunks = works[remat].kept_in_chunks  # outside of loops, which are all that `remat` changes
     itemsize = jnp.dtype(model.dtype if can(model, ChoosesDtype) else jnp.float32).itemsize
     trained = tuple(spec.trainable for spec in jax.tree.leaves(specs))
