@@ -410,7 +410,7 @@ class _TaskJob:
             "excluded": "",
             "near_duplicates": None,
             "has_prompts": self._cache.asked.inputs is not None,
-            "seqio": self._cache._identity(),
+            "seqio": self._cache._identity() | ({"draws": True} if self._about["draws"] else {}),
         } | (self._filters.described() if self._filters else {})
         tokenizing.write(
             self.out,

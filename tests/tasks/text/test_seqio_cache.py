@@ -33,6 +33,7 @@ from tasks.text import (
     seqio_tasks,
     token_cache,
     token_writer,
+    tokenizing,
     vocabularies,
 )
 from tasks.text.documents import StreamSpec
@@ -216,6 +217,10 @@ def test_epochs_of_a_random_task_are_those_of_seqio(files, tmp_path, name):
     epochs = [theirs(name, lengths, seqio.LMFeatureConverter, seed=seed) for seed in range(3)]
     assert epochs[0] != epochs[1]
     assert read(task) == sum(epochs, collections.Counter())
+    # A cache that was begun by a revision that took the task for one that draws nothing is not continued.
+    (begun,) = (cache.about for cache in task.corpus._opened)
+    with pytest.raises(UserError, match="was begun with draws None, now True"):
+        tokenizing._require_same("out", begun | {"seqio": task.corpus._identity()}, begun, [])
     chunks = task.corpus.chunks(spec(task, 0)._replace(num_streams=1))
     count = epochs[0].total()
     for wanted in (*epochs, epochs[0]):  # and then from the start, in another order
