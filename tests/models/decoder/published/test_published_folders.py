@@ -129,8 +129,9 @@ EFFECTIVE = {name: change for name, (change, _) in CASES.items() if name not in 
 def test_a_changed_key_changes_our_logits_as_it_changes_those_of_transformers(name, tmp_path):
     wanted = np.load(HERE / "logits.npz")
     want, base = wanted[name], wanted[f"{name.split('/')[0]}/base"]
-    # Norms of Gemma in float32 have the largest errors, 1.0e-5 of the largest logit; of other families, below 5e-6.
-    tolerated = 2e-5 * np.abs(want).max()
+    # Norms of Gemma in float32 have the largest errors: 1.0e-5 of the largest logit, and 2.2e-5 (gemma4_text/19) with
+    # the less optimized machine code of tests/run.sh. Errors of other families are below 5e-6.
+    tolerated = 2.5e-5 * np.abs(want).max()
     # The smallest changes are between forms of GELU.
     assert name.endswith("base") or want.shape != base.shape or np.abs(want - base).max() > 3 * tolerated
     ours = logits(CASES[name][1], tmp_path)[cases.SHOWN]
