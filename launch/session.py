@@ -315,7 +315,7 @@ class Session:
         if settings.checkpointing.keep_best:  # a checkpoint contains its scores
             if self._evaluate:
                 self._evaluate.unless = preemption.needs_state
-            used += [*saving[:-1], *evaluating, saving[-1], preemption]  # parameters alone have none
+            used += [*saving[:-1], *evaluating, saving[-1], preemption]  # a step of parameters alone has none
         else:  # a long evaluation must not delay a save
             used += [*saving, preemption, *evaluating]
         used += self._profiles()

@@ -437,7 +437,7 @@ def _shrunk(scaling: rotary.Scaling | None, decoder: DecoderConfig) -> rotary.Sc
     if not isinstance(scaling, rotary.LongRope):
         return scaling
     widths = [one.width or decoder.head_width for one in decoder.rotations if one.scaling == scaling]
-    width = max(widths, default=2 * len(scaling.short))  # no part may use it
+    width = max(widths, default=2 * len(scaling.short))  # all factors if no part uses them
     return dataclasses.replace(scaling, short=scaling.short[: width // 2], long=scaling.long[: width // 2])
 
 

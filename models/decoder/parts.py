@@ -169,7 +169,7 @@ class Part:
     """Base class of mixers and feed-forwards; its defaults suit a causal part without state and sums.
 
     Attributes:
-      name: name of its state and sums in a layer.
+      name: name of its state and sums in a layer; a feed-forward without `norm` is called "feed_forward" there.
       norm: prefix of the name of the norm before it; None: "mixer" or "feed_forward".
       is_recurrent: whether the size of its state does not depend on the length of rows.
       keeps_state: whether it can continue from `Call.carried`.

@@ -166,7 +166,7 @@ class FolderTokenizer(ChatVocabulary):
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether a tokenizer of Hugging Face transformers puts the begin-of-text id before a text.
+        """Whether transformers puts the begin-of-text id before a text.
 
         Its Llama tokenizers take that from `add_bos_token`, whatever the template in `tokenizer.json` says.
         """

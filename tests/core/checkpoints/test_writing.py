@@ -30,6 +30,18 @@ def test_every_save_is_recorded_and_the_first_and_the_total_reported():
     ]
 
 
+def test_a_save_that_fails_while_it_is_asked_is_not_done(tmp_path):
+    save = writing.Writing(3, tmp_path, size_bytes=1, host_bytes=1, limit_seconds=9.0)
+
+    def fails():
+        save._error = OSError("disk full")
+        return False
+
+    save._thread = types.SimpleNamespace(is_alive=fails)
+    with pytest.raises(writing.WriteFailedError, match="disk full"):
+        save.is_done()
+
+
 def test_a_run_without_saves_reports_nothing():
     said = []
     writing.SaveCosts(say=said.append, write=lambda *_: None).end()

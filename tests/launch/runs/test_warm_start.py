@@ -10,8 +10,9 @@ import pytest
 import tokenizers
 
 from core.checkpoints import copying, published_files, writing
+from core.checkpoints.steps import LeftOut
 from core.checkpoints.store import Checkpoints
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from launch import loaded_model
 from launch.check import preflight
 from launch.config import loader
@@ -199,3 +200,16 @@ def test_small_files_of_a_model_come_back_from_the_mirror_with_a_checkpoint(fold
     assert published_files.small_files(str(folder)) == folder
     train._fetch_copy(experiment, fresh, Host(0, 1, True))
     assert published_files.small_files(str(folder)) == tmp_path / "fresh" / "published" / "0"
+
+
+@pytest.mark.parametrize("kind", [UnreachableError, UserError])
+def test_frozen_parameters_that_cannot_be_reached_now_say_that_another_start_can_help(monkeypatch, kind):
+    def opened(model, place):
+        raise kind("no route")
+
+    monkeypatch.setattr(warm_start, "_pinned", str)
+    monkeypatch.setattr(warm_start, "_opened", opened)
+    left_out = LeftOut("gs://bucket/model", "gs://bucket/model", {}, ["w"])
+    with pytest.raises(UserError, match=r"(?s)does not contain 1 frozen parameter, .*no route") as error:
+        warm_start._source_of(left_out, None, "gs://bucket/model", "step 3")
+    assert error.type is kind
