@@ -26,7 +26,11 @@ class Ending(NamedTuple):
 
 ENDINGS: dict[int, Ending] = {
     DONE: Ending("done", False),
-    FAILED: Ending("set-up failed, a layout does not fit, or what was compared differs; the message says which", False),
+    FAILED: Ending(
+        "set-up failed, a layout does not fit, compared values differ, a checkpoint is damaged, or part of a suite "
+        "failed; the message says which",
+        False,
+    ),
     USER_ERROR: Ending(
         "user error, or NOT READY from a check: the message says what, where and how to fix it (RENGA_TRACEBACK=1 adds "
         "the traceback)",

@@ -27,7 +27,7 @@ from launch.hosts import tpu_host
 
 COMMAND = ("runs", "check")
 HELP = "check whether a run can start, without a device or on all hosts: READY, or NOT READY with the fixes"
-EXAMPLE = """launch/run check v4-32 gin/valkyrie_7b.gin
+EXAMPLE = """launch/run check v4-16 gin/quickstart.gin
   launch/run check v4-16 gin/quickstart.gin --level hosts --simulate
   launch/run check v4-16 gin/quickstart.gin --level slice         (on every host of the slice)"""
 

@@ -28,13 +28,14 @@ COMMAND = ("runs", "pod")
 HELP = "train an experiment on a slice: on this TPU host, from a workstation, or simulated here"
 EXAMPLE = """launch/pod.sh v4-16 gin/quickstart.gin --simulate
   launch/pod.sh local gin/quickstart.gin                    (the GPUs or the CPU of this machine)
-  launch/pod.sh v4-32 gin/valkyrie_7b.gin --check
+  launch/pod.sh v4-16 gin/quickstart.gin --check
   launch/pod.sh v4-32 gin/valkyrie_7b.gin --simulate --check smoke
   launch/pod.sh v5p-8 gin/arrcoc/v5p_128.gin --scale-from v5p-128 --simulate --check smoke
-  launch/pod.sh v4-32 gin/valkyrie_7b.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
-  launch/pod.sh v4-32 gin/valkyrie_7b.gin --tune --run-dir gs://bucket/runs/first
-  launch/pod.sh v4-32 gin/valkyrie_7b.gin --tpu my-tpu --zone us-central2-b
-  launch/pod.sh 2xv4-32 gin/valkyrie_7b.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second
+  launch/pod.sh v4-16 gin/quickstart.gin --gin "BATCH_SIZE = 64" --run-dir gs://bucket/runs/first
+  launch/pod.sh v4-16 gin/quickstart.gin --tune --run-dir gs://bucket/runs/first
+  launch/pod.sh v4-16 gin/quickstart.gin --tpu my-tpu --zone us-central2-b --run-dir gs://bucket/runs/first
+  launch/pod.sh 2xv4-16 gin/quickstart.gin --gin "include 'gin/strategies/multislice.gin'" --tpu first,second \\
+      --zone us-central2-b --run-dir gs://bucket/runs/both
   launch/pod.sh logs --tpu my-tpu --zone us-central2-b      (and status, stop, tensorboard)
   launch/pod.sh profile RUN --seconds 5                     (all hosts of a running job; RUN: its directory)
   launch/pod.sh logs RUN                                    (a simulated run: all hosts, ordered by time)

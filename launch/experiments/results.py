@@ -234,8 +234,6 @@ def run(args: argparse.Namespace) -> int:
     runs = not (args.analyze or args.list)
     if args.out and paths.is_remote(args.out):
         raise UserError(f"--out {args.out}: expected a local folder (run directories may be in a bucket: --run-root)")
-    if not (args.list or args.check):
-        extras.require("matplotlib", extra="plots", what="launch/run suite")
     if args.analyze and args.check:
         raise UserError("--analyze reads the scores of runs, and checks have none: remove --check")
     if args.check and args.steps:
@@ -328,12 +326,16 @@ def _print_failures(suite: Suite) -> None:
 
 
 def _write(suite: Suite, *, name: str, out: Path) -> None:
+    table = rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
+    paths.write_text_atomically(out / "results.csv", as_csv(table))
+    print(out / "results.csv")
+    if problem := extras.missing("matplotlib", extra="plots", what="results.html"):
+        print(f"{problem}; then run this command with --analyze")
+        return
     from launch.experiments import results_page  # matplotlib takes a second to import
 
-    table = rows(suite.entries, status=suite.status, run_dirs=suite.run_dirs)
     distinct = sum(not row["same_as"] for row in table)
     note = f"{units.counted(len(table), 'experiment')}, {distinct} distinct. "
     note += "Scores are from the last evaluation so far; means over seeds are of finished runs."
-    paths.write_text_atomically(out / "results.csv", as_csv(table))
     paths.write_text_atomically(out / "results.html", results_page.page(table, title=f"Suite {name}", note=note))
-    print(f"{out / 'results.csv'}\n{out / 'results.html'}")
+    print(out / "results.html")

@@ -122,7 +122,8 @@ def _macros() -> Iterator[str]:
 
 def _settings() -> Iterator[str]:
     yield from ["# Settings of an experiment", ""]
-    yield "A gin file binds these as written here. `renga.Trainer` takes them as arguments, by the name of the field."
+    yield "A gin file binds these as written here. `renga.Trainer` takes most of them as arguments"
+    yield "([which](../how-to/python.md)), by the name of the field."
     yield "A setting without a default must be given; most have a [macro](gin-macros.md)."
     homes = {"experiment.Experiment": experiment.Experiment}
     homes |= {f"settings.{kind.__name__}": kind for kind in settings.GROUPS.values()}

@@ -1,6 +1,7 @@
 """Running a suite: finished experiments are not repeated, failures do not stop it, duplicates run once."""
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import signal
@@ -294,6 +295,18 @@ def test_chips_are_left_to_the_runs(launch_command, folder, tmp_path):
     done = subprocess.run(command, cwd=suites.environment.WORKSPACE, env=env | root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "results.csv").read_text().count("not run") == 3
+
+
+def test_without_charts_there_is_a_table_and_the_command_for_charts(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    options = ("--run-root", str(tmp_path / "runs"), "--out", str(tmp_path / "out"))
+    assert main.main(["suite", str(folder), "--analyze", *options]) == 0
+    assert (tmp_path / "out" / "results.csv").read_text().count("not run") == 3
+    assert not (tmp_path / "out" / "results.html").exists()
+    said = capsys.readouterr().out
+    assert "results.html: needs the package matplotlib; launch/setup.sh --extra plots; then run this command" in said
 
 
 def test_an_analysis_has_every_seed_that_was_run(folder, tmp_path, capsys):
