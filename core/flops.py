@@ -32,7 +32,7 @@ def _products(model: Model, batch: Mapping[str, jax.ShapeDtypeStruct], frozen: S
     has_output = any(spec.axes[-1:] == ("vocab",) for spec in jax.tree.leaves(specs))
     is_tied = can(model, Generates) and not has_output  # the embedding is also the output matrix
     for shape, spec, is_chosen in zip(*map(jax.tree.leaves, (shapes, specs, chosen)), strict=True):
-        is_output = "vocab" in (spec.axes if is_tied else spec.axes[-1:])
+        is_output = spec.axes == ("vocab", "embed") if is_tied else spec.axes[-1:] == ("vocab",)
         is_product = (spec.kind == "matrix" or is_output) and {*logical.STACKED, None}.issuperset(
             spec.axes[: spec.stacked]
         )

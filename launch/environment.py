@@ -202,11 +202,19 @@ def former_run_directory(experiment: str | Path, *, environ: Mapping[str, str] |
     return f"{root.rstrip('/')}/{file.parent.name}/{file.stem}"
 
 
+def may_be_file(path: Path) -> bool:
+    """Returns whether a path is a file, or is in a folder that this user may not enter: reading it says so."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return True
+
+
 def _found(experiment: str | Path) -> Path:
     if "://" in str(experiment):
         return Path(experiment)
     places = (folder / experiment for folder in (Path.cwd(), WORKSPACE))
-    return next((place for place in places if place.is_file()), Path(experiment)).resolve()
+    return next((place for place in places if may_be_file(place)), Path(experiment)).resolve()
 
 
 def require_named(run_dir: str | None, slice_: "Slice") -> None:

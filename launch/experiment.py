@@ -118,7 +118,7 @@ class Experiment:
     health: Health = dataclasses.field(default_factory=Health)
 
     def __post_init__(self):
-        slices.get(self.slice)
+        object.__setattr__(self, "slice", slices.get(self.slice).name)  # of v5litepod-16 and 1xv4-8, the usual name
         wrong = settings.problems(self, _CHECKS)
         if problems := [*self._wrong_parts(), *(wrong or self._out_of_range())]:
             raise UserError("Experiment: " + "; ".join(problems))

@@ -21,7 +21,8 @@ from parallel.compiled import compiler_options
 # Schedules of `core.optimizers`, which set the learning rate of a step and do not change its program.
 _SCHEDULES = frozenset(name for name, value in vars(schedules).items() if inspect.isfunction(value) and name[0] != "_")
 
-_UNRELATED_FLAGS = (*environment.NOT_FOR_TPUS, "--xla_dump_")  # beginnings of flags that change no program for TPUs
+# Beginnings of flags that change no program for TPUs. JAX itself adds the last one on every TPU host.
+_UNRELATED_FLAGS = (*environment.NOT_FOR_TPUS, "--xla_dump_", "--xla_tpu_use_enhanced_launch_barrier=true")
 
 
 def program_text(experiment: Experiment, settings: Settings) -> str:
@@ -95,7 +96,7 @@ def _optimizer(settings: Settings) -> list[Binding]:
     home = next((s for s, module in settings.imports.items() if module == Experiment.__module__), "")
     direct = (b for b in settings.bindings if b.name == f"{home}.Experiment.optimizer")
     roots = [b for b in settings.bindings if b.name == "OPTIMIZER"]
-    roots += [b for b in direct if isinstance(b.value, Reference)]
+    roots += [b for b in direct if b.value != Macro("OPTIMIZER")]
     reached = _reached(settings, roots) - {f"{symbol}.{name}" for symbol in ours for name in _SCHEDULES}
     return [
         b

@@ -39,9 +39,18 @@ def bindings(file: str, *, slice_name: str, scale_from: str, given: Sequence[str
         )
     streams = math.gcd(experiment.task.num_streams, int(rows))
     statements = Changes(config, experiment.model).of_experiment("batch_size", str(rows))
-    found = [*statements, f"NUM_STREAMS = {streams}"]
-    if loader.load(file, bindings=[*given, *found], slice_name=slice_name).build().batch_size != rows:
+    found = [*statements, *([f"NUM_STREAMS = {streams}"] if streams != experiment.task.num_streams else ())]
+    try:
+        scaled = loader.load(file, bindings=[*given, *found], slice_name=slice_name).build()
+    except UserError as error:
+        raise UserError(f"--scale-from {scale_from}, which sets {', '.join(found)}: {error}") from error
+    if scaled.batch_size != rows:
         raise UserError(
             "--scale-from: the phase that PHASE names sets its batch size; scale it by hand, in a copy of the file"
+        )
+    if rows % (left := scaled.task.num_streams):
+        raise UserError(
+            f"--scale-from {scale_from}: {rows} rows on {slice_name} do not divide over the {left} streams of the "
+            f"task, which NUM_STREAMS does not set: bind the task's own num_streams to {streams}"
         )
     return found

@@ -113,9 +113,10 @@ def _smallest(model: Any, generation: str, *, length: int) -> str:
     for slice_ in slices.SLICES.values():
         if not slice_.name.startswith(f"{generation}-") or slice_.devices > _MOST_CHIPS:
             continue
-        if model.embed_dim % slice_.devices:  # which `fsdp` divides
+        try:
+            program = _program(model, slice_, compiling.devices_of(slice_), length=length)
+        except UserError:  # `fsdp` does not divide a dimension of the model
             continue
-        program = _program(model, slice_, compiling.devices_of(slice_), length=length)
         have = slice_.chip.usable_hbm_bytes
         if report.totals(program).everything > have:
             continue

@@ -72,7 +72,12 @@ class Configuration:
         return bool(difflib.get_close_matches(name, self._doubtful, n=1, cutoff=0.8))
 
     def bound(self, node: Any, scope: Scope) -> dict[str, Binding]:
-        """Returns a constructor's bindings in a scope, by parameter; inner scopes override outer ones."""
+        """Returns a constructor's bindings in a scope, by parameter; inner scopes override outer ones.
+
+        Of a macro, whose name includes a scope, it returns the binding of its value.
+        """
+        if not isinstance(node, Constructor):
+            return {b.parameter: b for b in self._by_node.get(node, ())}
         outer = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
         found = [b for b in self._by_node.get(node, ()) if b.scope in outer]
         return {b.parameter: b for b in sorted(found, key=lambda b: outer.index(b.scope))}
@@ -93,7 +98,7 @@ def check(config: Configuration) -> tuple[list[ConfigProblem], list[str], list[B
     scopes, faults = _walk(config)
 
     def is_used(binding: Binding) -> bool:
-        scope = tuple(binding.scope.split("/")) if binding.scope else ()
+        scope = tuple(binding.scope.split("/")) if binding.scope and not binding.is_macro else ()
         return any(found[: len(scope)] == scope for found in scopes.get(_node(binding), ()))
 
     set_by_user = [b for b in config.bindings if b.file != config.defaults]  # the defaults' own bindings may be unused

@@ -32,18 +32,24 @@ class Difference(NamedTuple):
 def between(before: str, after: Settings | str) -> list[Difference]:
     """Returns the settings in which two configurations differ, sorted by name.
 
-    They are canonical texts or `Settings`. A macro that one of them lacks has its value in `gin/defaults.gin`, if any.
-    A parameter that one of them binds to a macro, and the other does not bind, is left out.
+    They are canonical texts or `Settings`. What only one of them binds is left out if `gin/defaults.gin` binds the
+    same, or if it is a macro with its value in `gin/defaults.gin`: an earlier release may not have had it.
     """
     old, new = _values(before), _values(after) if isinstance(after, str) else _rendered(after)
-    declared = _values(declared_text())
     found = []
     for name in sorted(old.keys() | new.keys()):
-        was, now = (side.get(name, declared.get(name)) for side in (old, new))
-        follows_macro = None in (was, now) and (was or now or "").startswith("%")
-        if was != now and not follows_macro:
+        was, now = old.get(name), new.get(name)
+        one_sided = now if was is None else was if now is None else None
+        if was != now and not (one_sided and _is_declared(name, one_sided, old if now is None else new)):
             found.append(Difference(name, was, now))
     return found
+
+
+def _is_declared(name: str, value: str, bound: Mapping[str, str]) -> bool:
+    declared, macro = _values(declared_text()), value.removeprefix("%")
+    if value == declared.get(name):
+        return True
+    return value.startswith("%") and macro in declared and bound.get(macro, declared[macro]) == declared[macro]
 
 
 def among(texts: Sequence[str]) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ import importlib.util  # noqa: F401  gin forgets this import, and then fails in 
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -43,6 +43,7 @@ from launch.config.statements import (
     flag,
     import_line,
     leaves,
+    render,
     scoped,
     symbol_for,
     transform,
@@ -189,6 +190,8 @@ def load(
     shown, declared = sources.display(sources.WORKSPACE / defaults), declared_macros(defaults)
     config = checks.Configuration(reader, names, root=root, defaults=shown, declared=declared)
     problems, notes, kept = checks.check(config)
+    if slice_name is not None and root == ROOT:
+        problems += _other_slices(config, kept, slice_name)
     if wrong := dict.fromkeys(reader.problems + names.problems + problems):
         position = {name: number for number, name in enumerate(reader.sources)}
         raise ConfigError(str(path), sorted(wrong, key=lambda p: (position.get(p.file, len(position)), p.line)))
@@ -199,6 +202,16 @@ def load(
     made = _canonical(kept, lambda named: named.target.module, names.own_modules)
     files = _files(reader.sources, names.own_modules)
     return LoadedConfig(made.imports, made.bindings, reader.experiment, tuple(notes), files, config.root)
+
+
+def _other_slices(config: checks.Configuration, kept: Sequence[Binding], wanted: str) -> Iterator[ConfigProblem]:
+    """Yields problems of bindings that give the experiment another slice than the argument of the command."""
+    for binding in kept:
+        given = expand(binding.value, config.macros)
+        if binding.target is config.root and binding.parameter == "slice" and given != wanted:
+            name = scoped(binding.scope, str(config.root))
+            what = f"the SLICE argument {wanted!r} cannot override this binding"
+            yield binding.problem(what, fix=f"{name}.slice = %SLICE, and SLICE = {render(given)} as its usual value")
 
 
 def _of_environment(mesh: Sequence[str]) -> list[str]:

@@ -17,12 +17,13 @@ from gin.config_parser import ImportStatement, IncludeStatement
 
 from gin import config_parser
 from launch.config.statements import Binding, ConfigProblem, Macro, Reference, nearest
-from launch.environment import PACKAGE, WORKSPACE
+from launch.environment import PACKAGE, WORKSPACE, may_be_file
 
 DYNAMIC_REGISTRATION = "__gin__.dynamic_registration"
 Statement: TypeAlias = Binding | ImportStatement | IncludeStatement
 
 ERRORS = (SyntaxError, tokenize.TokenError, TypeError, ValueError)  # TypeError: an unhashable key of a dictionary
+_MOST_PIECES = 100  # lines at the start of which a statement may be open that begins before them
 _FEW_ERRORS = 3  # a text with more is not gin, unless it is a .gin file of which most parses
 _OTHER_SIGN = re.compile(r"(?P<name>[\w./]+) *(?P<sign>:=?|==) *(?P<value>[^\s=].*)")  # as YAML and others write
 _CALL = re.compile(r"@(?P<name>[\w./]+)\((?P<arguments>[^)]+)\)")
@@ -132,13 +133,18 @@ class Reader:
         try:
             return parse(text)
         except ERRORS:
-            found, problems, lines = [], [], text.splitlines(keepends=True)
+            found, problems, lines = [], [], re.findall(r".*\n|.+$", text)
         starts = [i for i, line in enumerate(lines) if i == 0 or not re.match(r"[\s#)\]}]", line)]
-        for start, end in itertools.pairwise([*starts, len(lines)]):
-            piece = "".join(lines[start:end])
+        ends = [*starts[1:], len(lines)]
+        read = 0  # lines
+        for number, start in enumerate(starts):
+            if start < read:
+                continue
             try:
-                found += parse("\n" * start + piece)
+                statements, read = _parsed_piece(lines, start, ends[number:])
+                found += statements
             except ERRORS as error:
+                piece = "".join(lines[start : ends[number]])
                 self.unclear |= set(re.findall(r"[\w.]+", piece))
                 self.complete &= bool(re.match(r"[\w./]+\s*=", piece) or _OTHER_SIGN.match(piece))
                 line = min(getattr(error, "lineno", None) or start + 1, len(lines))
@@ -171,9 +177,26 @@ class Reader:
             self.file(path, ancestors=reading)
 
 
+def _parsed_piece(lines: Sequence[str], start: int, ends: Sequence[int]) -> tuple[list[Statement], int]:
+    """Parses the lines from `start` to the first of `ends`, or to a later one if a bracket or a string is open there.
+
+    Returns the statements and the end. Raises what `parse` raises for the lines to the first end.
+    """
+    first = None
+    for end in ends[:_MOST_PIECES]:
+        try:
+            return parse("\n" * start + "".join(lines[start:end])), end
+        except tokenize.TokenError as error:
+            first = first or error
+        except ERRORS as error:
+            raise (first or error) from None
+    assert first is not None
+    raise first
+
+
 def find(path: str, *, folders: Iterable[Path]) -> Path | None:
     """Returns the first file with this path in the folders, or None."""
-    return next((folder / path for folder in folders if (folder / path).is_file()), None)
+    return next((folder / path for folder in folders if may_be_file(folder / path)), None)
 
 
 def closest(path: str, *, folders: Iterable[Path]) -> Path | None:

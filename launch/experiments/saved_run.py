@@ -1,6 +1,7 @@
 """Finds runs and reads their configurations, from run directories alone."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -61,6 +62,8 @@ def read(
             own = environment.run_directory(run_dir, "SLICE")
             raise UserError(f"{run_dir!r} is an experiment file; give the directory of its run, such as {own}")
         what = f"it has no {CONFIG}" if folder.exists() else "there is no such folder"
+        if not paths.is_remote(folder) and folder.exists() and not os.access(folder, os.X_OK):
+            what = "you may not enter this folder"
         raise UserError(f"no run in {str(folder)!r}: {what}. Give a run directory, such as runs/quickstart-v4-16")
     if text.startswith(OF_PYTHON):
         raise UserError(
@@ -129,6 +132,8 @@ def configuration(run_dir: str) -> tuple[str | None, str]:
         if text is None or text.startswith(OF_PYTHON):
             return None, "" if text is None else "it contains a run of renga.Trainer"
         loader.parse(text)
+    except OSError as error:
+        return None, f"its {CONFIG} cannot be read: {error.strerror}"
     except sources.ERRORS as error:
         return None, f"its {CONFIG} is no configuration: {error}"
     return text, ""

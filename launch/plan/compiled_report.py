@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from rich.table import Table
 
 from core import slices, units, versions
@@ -215,6 +216,8 @@ def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name:
     except OutOfHbmError as error:
         problem = f"does not fit: needs {error.needed} of {error.present}"
         return StrategyResult(choice, program, None, problem=problem, needed_bytes=error.needed_bytes)
+    except jax.errors.JaxRuntimeError as error:
+        return StrategyResult(choice, program, None, problem=f"the compiler failed: {str(error).splitlines()[0]}")
 
 
 def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None:

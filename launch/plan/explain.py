@@ -57,7 +57,7 @@ def explain(path: str, choice: str, *, slice_name: str, bindings: Sequence[str])
     _print_roofline(question, roofline(time, product_flops=flops, executed=executed, chip=question.slice.chip))
     compiled_report.print_warnings(found.warnings)
     print(f"\n{calibration.label()}.")
-    return 0
+    return int(found.compiled.peak_bytes > question.slice.chip.usable_hbm_bytes)
 
 
 def _print_memory(bound: Program, found: Analysis, held: Sequence[Allocation]) -> None:

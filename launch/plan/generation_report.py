@@ -10,9 +10,12 @@ from launch.config import loader
 from launch.plan import compiled_report
 from parallel import strategy
 from parallel.compiled import compiling
+from parallel.compiled.compiling import OutOfHbmError
 from parallel.generation import generating, text_part
 from parallel.planning import generation_cost
 from parallel.planning.generation_cost import GenerationCost
+
+PROBLEM = "problem"  # key of the reason why a batch size has no prediction
 
 
 def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -23,10 +26,10 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
       batch_sizes: numbers of rows; empty: the experiment's BATCH_SIZE.
 
     Returns:
-      JSON values, one for each batch size.
+      JSON values, one for each batch size; with `problem` if it does not fit.
 
     Raises:
-      UserError: the model lacks an ability, or a batch size does not fit.
+      UserError: the model lacks an ability, or a batch size does not divide over the slice.
     """
     experiment = loader.load(path, bindings=bindings, slice_name=slice_name).build()
     bound = text_part.program_of(experiment.bind(compiling.devices_of(slices.get(experiment.slice))))
@@ -44,11 +47,17 @@ def predict(path: str, *, slice_name: str, bindings: Sequence[str], batch_sizes:
             f"expected a multiple of {shards}"
         )
     mesh = strategy.mesh_text(bound.partitioner.shape)
-    found = []
+    found: list[dict[str, Any]] = []
     for rows in batch_sizes:
-        found.append(generation_cost.generation_cost(bound, rows=rows, slots=slots, chunk=min(generating.CHUNK, slots)))
-        _print(found[-1], layout=f"{bound.partitioner.strategy.name} ({mesh})")
-    return [one.as_json() for one in found]
+        try:
+            cost = generation_cost.generation_cost(bound, rows=rows, slots=slots, chunk=min(generating.CHUNK, slots))
+        except OutOfHbmError as error:
+            found.append({"rows": rows, PROBLEM: f"does not fit: needs {error.needed} of {error.present}"})
+            print(f"generation of {units.counted(rows, 'row')}: {found[-1][PROBLEM]}")
+            continue
+        _print(cost, layout=f"{bound.partitioner.strategy.name} ({mesh})")
+        found.append(cost.as_json())
+    return found
 
 
 def _print(found: GenerationCost, *, layout: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ class Question:
     slice: Slice
     batch_sizes: tuple[int, ...]
     num_chosen: int = 0  # how many of the first bindings belong to a layout, and not to all candidates
+    others: Mapping[int, Experiment] = dataclasses.field(default_factory=dict)  # with other batch sizes, by rows
 
     @property
     def total_tokens(self) -> int:
@@ -52,6 +53,10 @@ class Question:
             return self.config, self.experiment
         config = loader.load(self.path, bindings=self.bindings[self.num_chosen :], slice_name=self.slice.name)
         return config, config.build().spans()[0].experiment
+
+    def of_rows(self, batch_size: int) -> Experiment:
+        """Returns the experiment with a batch size, and what it binds to the number of steps."""
+        return self.others.get(batch_size, self.experiment)
 
     def steps(self, batch_size: int) -> int:
         """Returns the smallest number of steps with `batch_size` rows that train on at least `total_tokens`."""
@@ -80,7 +85,7 @@ class Option(JudgedCandidate):
     @property
     def made(self) -> Experiment:
         """The experiment with the candidate's settings."""
-        return apply(self.question.experiment, self.candidate)
+        return apply(self.question.of_rows(self.candidate.batch_size), self.candidate)
 
 
 Compiled = Sequence[tuple[Option, Record]]
@@ -120,15 +125,17 @@ def ask(
             f"--batch-size {others[0]}: the phase has {experiment.batch_size} rows, and no binding changes them "
             "without changing other phases. Leave --batch-size out; bind the batch size of the phase to plan other rows"
         )
+    built = {}
     for size in others:
         added = writer.bindings(Candidate(None, None, experiment.accum_steps, size))
         try:
-            changes.load(path, added, bindings=bindings, slice_name=slice_name).build()
+            made = changes.load(path, added, bindings=bindings, slice_name=slice_name).build()
         except UserError as error:  # too few steps for the experiment
             steps = total_steps(experiment, size)
             raise UserError(f"--batch-size {size}, {steps} steps for as many tokens: {error}") from error
+        built[size] = made.spans()[0].experiment
     sizes = tuple(dict.fromkeys(batch_sizes)) or (experiment.batch_size,)
-    return Question(path, config, experiment, last_step - first_step, bindings, slice_, sizes, len(chosen))
+    return Question(path, config, experiment, last_step - first_step, bindings, slice_, sizes, len(chosen), built)
 
 
 def require_bindable(

@@ -239,6 +239,7 @@ def _without_known_misfits(options: Sequence[Option], store: Store) -> list[Opti
     found, shown = list(options), 0
     for i, one in enumerate(options):
         record = None if one.reason else store.find(one.text)
+        record = record and record.within(one.question.slice.chip.usable_hbm_bytes)
         if record is not None and record.status == records.TOO_MUCH:
             reason = f"compiled, does not fit: {record.reason}"
             found[i] = dataclasses.replace(one, kind="too much HBM as compiled", reason=reason)
@@ -397,8 +398,9 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{', '.join(idle)}: only for a plan; --{name} takes no option but {', '.join(taken)}")
     if args.arithmetic and args.record:
         raise UserError("--record keeps what was compiled, and --arithmetic compiles nothing: give one of them")
-    if args.cached and args.fresh:
-        raise UserError("--fresh compiles everything again, and --cached compiles nothing: give one of them")
+    for name in ("cached", "arithmetic"):
+        if args.fresh and getattr(args, name):
+            raise UserError(f"--fresh compiles everything again, and --{name} compiles nothing: give one of them")
     config = loader.load(args.experiment, bindings=args.gin, slice_name=names[0])
     experiment = config.build()
     is_of_one_phase = args.explain is not None or args.generate
@@ -412,5 +414,5 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
             print(f"written: {args.json}")
-        return exit_codes.DONE
+        return exit_codes.FAILED if all(generation_report.PROBLEM in one for one in found) else exit_codes.DONE
     return _plan(args, experiment.spans())

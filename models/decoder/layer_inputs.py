@@ -21,6 +21,8 @@ from models.decoder import layers
 from models.decoder.parts import Decoder
 
 _ROWS = ("batch", "residual_length")
+_WIDTHS = "layer_inputs"
+logical.declare(_WIDTHS, "inputs of all layers, side by side", like="embed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,8 @@ class LayerInputs:
             rows = hk.initializers.TruncatedNormal(width**-0.5)(shape, dtype)
             return jnp.where(jnp.arange(shape[0])[:, None] < c.vocab_size, rows, 0.0)
 
-        table = logical.param("layer_embedding", (c.stored_vocab_size, total), ("vocab", "embed"), init, as_stored=True)
+        shape = (c.stored_vocab_size, total)
+        table = logical.param("layer_embedding", shape, ("vocab", _WIDTHS), init, as_stored=True)
         looked = derivatives.embedded(table, ids, _ROWS, c.dtype, "vocab", True)
         matrix = logical.param(
             "layer_projection",

@@ -312,8 +312,11 @@ def _of_weights(sharded: ShardedState, step: Step) -> _Sent:
         updated = set.difference(*(sharded.stored_axes(leaf, of, rules) for rules in tables))
         chips = sharded.degree(updated)  # each updates a part, and gathers the others
         yield updated, (chips - 1) / chips * size_bytes(leaf) / sharded.degree(stored)
-        if of.names == model_trace.EMBEDDING and not held and _is_summed_in_pieces(sharded, step):
-            yield from _of_lookups(sharded, step, leaf)
+        is_embedding = of.names == model_trace.EMBEDDING
+        if of.names[:1] == model_trace.TABLE and not held and _is_summed_in_pieces(sharded, step):
+            yield from _of_lookups(sharded, step, leaf, passes=1 if is_embedding else 2)
+            if not is_embedding:
+                continue
             if not is_tied:
                 yield gathered, sent * step.accum_steps  # for the forward pass only
                 continue
@@ -342,11 +345,11 @@ def _is_summed_in_pieces(sharded: ShardedState, step: Step) -> bool:
     return not (all(split) and step.accum_steps > 1 and is_manual)
 
 
-def _of_lookups(sharded: ShardedState, step: Step, table: Any) -> _Sent:
+def _of_lookups(sharded: ShardedState, step: Step, table: Any, *, passes: int) -> _Sent:
     split = mesh_axes(_LOOKUP_ROWS, sharded.tables.activation_rules)
     vocab, columns = (mesh_axes([name], sharded.tables.param_rules) for name in model_trace.EMBEDDING)
     positions = step.batch_size * sharded.trace.length
-    sent = positions * table.shape[1] * sharded.trace.itemsize / sharded.degree(split)
+    sent = passes * positions * table.shape[1] * sharded.trace.itemsize / sharded.degree(split)
     for axis in sorted(columns):
         n = sharded.shape[axis]
         if axis in split:

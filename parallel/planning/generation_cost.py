@@ -124,7 +124,7 @@ def _analysis(result: Compiled, bound: Program) -> Analysis:
 def read_bytes(params: Params, param_axes: Any) -> tuple[int, int]:
     """Returns the bytes of parameters that a chip reads for a token: without experts, and with all of them.
 
-    Of an embedding that is not also the output matrix, only the rows of the tokens are read.
+    Of a table, only the rows of the tokens are read, unless it is also the output matrix.
 
     Args:
       params: shapes with shardings; of layers, one array or a tuple with one for each layer.
@@ -135,7 +135,11 @@ def read_bytes(params: Params, param_axes: Any) -> tuple[int, int]:
     parts = zip(axes_of, tree.flatten_up_to(params), strict=True)
     named = [(leaf, axes) for axes, part in parts for leaf in jax.tree.leaves(part)]
     is_tied = not any(axes.names == model_trace.OUTPUT for _, axes in named)
-    used = [(leaf, axes) for leaf, axes in named if is_tied or axes.names != model_trace.EMBEDDING]
+    used = [
+        (leaf, axes)
+        for leaf, axes in named
+        if axes.names[:1] != model_trace.TABLE or (is_tied and axes.names == model_trace.EMBEDDING)
+    ]
     most = sum(_bytes_per_chip(leaf) for leaf, _ in used)
     return most - sum(_bytes_per_chip(leaf) for leaf, axes in used if "expert" in axes.names), most
 

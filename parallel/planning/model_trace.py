@@ -26,6 +26,7 @@ from parallel import strategy
 from parallel.planning import candidates, kernel_flops
 
 EMBEDDING, OUTPUT = ("vocab", "embed"), ("embed", "vocab")  # axes of the matrices before and after the layers
+TABLE = ("vocab",)  # first axis of a table of which a token needs one row: the embedding, and inputs of layers
 _CANDIDATE_ROWS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from core import slices
@@ -138,6 +139,19 @@ def test_a_strategy_that_does_not_fit_has_its_need_in_place_of_a_peak(monkeypatc
     (row,) = [line.split("|")[1:] for line in said.splitlines() if line.startswith("| data_parallel")]
     assert row[3].strip() == f"{cell}, too much"
     assert f"data_parallel: does not fit: needs {needed} of 30.75GiB" in said
+
+
+def test_a_strategy_on_which_the_compiler_fails_does_not_end_the_comparison(monkeypatch, capsys):
+    def failing(program):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no luck\nmore")
+
+    monkeypatch.setattr(compiled_report.analysis, "analyze", failing)
+    choices = ["gin/strategies/fsdp.gin", "gin/strategies/hsdp.gin"]
+    found = list(compiled_report.compile_strategies("gin/quickstart.gin", choices, bindings=[], slice_name="v4-8"))
+    compiled_report.show_strategies(found, slice_name="v4-8")
+    said = capsys.readouterr().out
+    assert "fsdp: the compiler failed: INTERNAL: no luck\n" in said
+    assert "hsdp: the compiler failed: INTERNAL: no luck\n" in said
 
 
 def test_strategies_are_compared_for_one_phase(monkeypatch, capsys):

@@ -16,6 +16,17 @@ def test_a_smaller_slice_gets_fewer_rows():
     assert scaled == own / 2
 
 
+def test_the_number_of_streams_is_changed_only_where_it_must():
+    found = scaling.bindings("gin/trm/sudoku4.gin", slice_name="v4-16", scale_from="v4-8")
+    assert [one.partition(" = ")[0] for one in found] == ["BATCH_SIZE"]
+
+
+def test_streams_that_the_task_sets_itself_are_an_error_that_names_the_flag():
+    given = ["from tasks import text", "text.seqio.num_streams = 32", "BATCH_SIZE = 64"]
+    with pytest.raises(UserError, match=r"16 rows on v4-8 do not divide over the 32 streams .*num_streams to 16"):
+        scaling.bindings("gin/quickstart.gin", slice_name="v4-8", scale_from="v4-32", given=given)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

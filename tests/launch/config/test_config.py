@@ -420,6 +420,20 @@ def test_a_macro_is_read_in_the_scope_of_whoever_uses_it(bench):
     assert bench.load().build().task.parts[0].length == 7
 
 
+def test_a_macro_whose_name_has_a_scope_is_read_by_that_name(bench):
+    bench.add("""
+        from toy import tasks
+        TASK = @tasks.Mixture()
+        tasks.Mixture.parts = [%big/TEXT]
+        big/TEXT = @tasks.Text()
+        tasks.Text.length = %big/LENGTH
+        big/LENGTH = 7
+    """)
+    loaded = bench.load()
+    assert loaded.build().task.parts[0].length == 7
+    assert "big/LENGTH = 7" in loaded.text
+
+
 def test_blocks_and_unevaluated_references(bench):
     bench.add("""
         from toy import tasks
@@ -845,6 +859,50 @@ def test_flags_are_called_by_their_number(bench):
 def test_a_slice_that_no_parameter_takes(bench):
     bench.write("defaults.gin", DEFAULTS.replace("experiment.Experiment.slice_name = %SLICE", ""))
     assert bench.problem(slice_name="v4-8").place == "--slice"
+
+
+def test_a_slice_that_the_argument_cannot_override():
+    given = ["from launch import experiment", "experiment.Experiment.slice = 'v4-32'"]
+    with pytest.raises(ConfigError) as raised:
+        config.load("gin/quickstart.gin", bindings=given, slice_name="v4-8")
+    (problem,) = raised.value.problems
+    assert (problem.place, problem.what) == ("--gin #2", "the SLICE argument 'v4-8' cannot override this binding")
+    assert "experiment.Experiment.slice = %SLICE" in problem.fix
+    assert config.load("gin/quickstart.gin", bindings=given).build().slice == "v4-32"
+    assert config.load("gin/quickstart.gin", bindings=given, slice_name="v4-32").build().slice == "v4-32"
+
+
+def test_after_a_mistake_strings_and_brackets_of_several_lines_are_read(tmp_path):
+    lines = [
+        "include 'gin/quickstart.gin'",
+        "PROMPT = '''Once upon",
+        "a time'''",
+        "LENGTH = 12 8",
+        "FREEZE = (",
+        "'a',",
+    ]
+    (tmp_path / "a.gin").write_text("\n".join([*lines, "'b',", ")"]))
+    with pytest.raises(ConfigError) as raised:
+        config.load(str(tmp_path / "a.gin"))
+    (problem,) = raised.value.problems
+    assert problem.line == 4
+
+
+def test_of_a_string_that_is_never_closed_its_first_line_is_named(tmp_path):
+    (tmp_path / "a.gin").write_text("include 'gin/quickstart.gin'\nPROMPT = '''Once\nSEED = 7\nLENGTH = 128\n")
+    with pytest.raises(ConfigError) as raised:
+        config.load(str(tmp_path / "a.gin"))
+    assert [problem.line for problem in raised.value.problems] == [2]
+
+
+def test_a_file_in_a_folder_that_may_not_be_entered_is_a_problem(tmp_path, monkeypatch):
+    def denied(path, *args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(ConfigError, match="the file cannot be read.*Permission denied"):
+        config.load(str(tmp_path / "a.gin"))
 
 
 def test_a_module_that_is_not_imported_is_reported_where_it_is_first_named_alone(tmp_path):

@@ -67,6 +67,16 @@ def test_what_could_run_a_program_is_named_and_not_imported(saved, what):
     assert "antigravity" not in set(sys.modules) - before
 
 
+@pytest.mark.parametrize("flag", ["from tasks import text", "include 'gin/tasks/files.gin'", "from core import files"])
+def test_a_flag_that_names_modules_of_ours_trusts_no_more_of_them(saved, flag):
+    text = "from tasks.text import seqio_metrics\n" + saved
+    text = text.replace("PROMPT = 'import '", "PROMPT = @seqio_metrics.require_metrics()")
+    text += "seqio_metrics.require_metrics.name = 'a'\nseqio_metrics.require_metrics.module = 'antigravity'\n"
+    with pytest.raises(ConfigError) as caught:
+        config.load("runs/theirs/config.gin", text=text, trust=Trust(), bindings=[flag])
+    assert any("seqio_metrics" in problem.what for problem in caught.value.problems)
+
+
 def test_a_module_beside_a_run_is_not_imported(saved, tmp_path):
     (tmp_path / "left_by_a_stranger.py").write_text("raise SystemExit('imported')\n")
     (tmp_path / "config.gin").write_text("import left_by_a_stranger\n" + saved)

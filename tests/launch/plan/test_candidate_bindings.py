@@ -3,7 +3,7 @@
 import pytest
 
 from launch import program_identity
-from launch.config import loader
+from launch.config import changes, loader
 from launch.config.changes import Changes
 from launch.plan import search
 from parallel.planning.candidates import Candidate, Choice, Layout
@@ -119,6 +119,20 @@ BOUND = [
     (piped("interleaved", num_microbatches=4, repeats=2), ["schedules.interleaved.save = 'stage'"]),
     (piped("zero_bubble", num_microbatches=4), ["schedules.zero_bubble.repeats = 2"]),
 ]
+
+
+@pytest.mark.parametrize("path", ["gin/arrcoc/v5p_128.gin", "gin/trm/contrib01/contrib01_curriculum.gin"])
+def test_fields_bound_to_the_number_of_steps_follow_the_batch_size(path):
+    own = loader.load(path, bindings=["DATA = 'x'"] if "trm" in path else []).build()
+    given = ["DATA = 'x'"] if "trm" in path else []
+    asked = search.ask(path, slice_name=own.slice, bindings=given, batch_sizes=[own.batch_size // 2])
+    candidate = Candidate(None, None, own.accum_steps, own.batch_size // 2)
+    bindings = search.Writer(asked.config, asked.experiment).bindings(candidate)
+    built = changes.load(path, bindings, bindings=given, slice_name=own.slice).build()
+    wanted = search.apply(asked.of_rows(candidate.batch_size), candidate)
+    assert (wanted.total_steps, wanted.model) == (2 * own.total_steps, built.model)
+    assert wanted.model != own.model
+    assert program_identity.layout_text(built) == program_identity.layout_text(wanted)
 
 
 @pytest.mark.parametrize("chosen", ["STRATEGY", "experiment.Experiment.strategy"])

@@ -193,6 +193,13 @@ def test_failed_records_are_not_committed(tmp_path, options, compiled_as):
     assert list(json.loads((tmp_path / "x.json").read_text())["records"]) == [records.record_key(first.text)]
 
 
+def test_other_names_of_a_slice_are_the_same_program(question):
+    for alias in ("1xv4-8", "v4-8"):
+        asked = search.ask(question.path, slice_name=alias)
+        assert asked.experiment.slice == "v4-8"
+        assert program_identity.layout_text(asked.experiment) == program_identity.layout_text(question.experiment)
+
+
 def test_another_slice_is_another_program(question):
     other = search.ask(question.path, slice_name="v4-16")
     assert program_identity.program_text(other.experiment, other.config) != program_identity.program_text(
@@ -245,6 +252,15 @@ def test_a_candidate_that_does_not_fit_is_recorded_with_its_need():
     assert again.needed_bytes / 2**30 == pytest.approx(75.31)
 
 
+def test_an_optimizer_that_a_macro_of_one_s_own_names_counts(question):
+    def text(rule):
+        given = ["import optax", "experiment.Experiment.optimizer = %RULE", f"RULE = @optax.{rule}()"]
+        given += ["from launch import experiment", f"optax.{rule}.learning_rate = 1e-3"]
+        return program_identity.program_text(question.experiment, loader.load(question.path, bindings=given))
+
+    assert text("adam") != text("sgd")
+
+
 def test_a_macro_of_one_s_own_that_the_optimizer_takes_counts(question):
     def text(first):
         given = [f"DECAY = {first}", "optimizers.adamw.b1 = %DECAY"]
@@ -262,6 +278,7 @@ def test_a_macro_of_one_s_own_that_the_optimizer_takes_counts(question):
         ("XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_cpu_x=1 --xla_gpu_x=1 --xla_dump_to=/tmp/x", True),
         ("XLA_FLAGS", "--xla_force_host_platform_device_count=8", True),
         ("LIBTPU_INIT_ARGS", " ", True),
+        ("LIBTPU_INIT_ARGS", " --xla_tpu_use_enhanced_launch_barrier=true", True),  # as JAX sets it on TPU hosts
     ],
 )
 def test_records_are_named_by_the_flags_that_the_compiler_of_the_slice_reads(question, monkeypatch, name, value, same):

@@ -279,6 +279,16 @@ def test_compiled_layouts_that_did_not_fit_are_not_proposed(arguments, filled, c
     assert "compiled, does not fit: needs 31.2GiB of 30.75GiB" in said
 
 
+def test_layouts_that_compiled_with_too_much_memory_are_not_proposed(arguments, options, keep, compiled_as, capsys):
+    """The compiler accepts more than a chip has on some slices."""
+    first = next(one for one in options if not one.reason)
+    keep(first.text, dataclasses.replace(compiled_as(first), needed_bytes=31 * 2**30))
+    assert session.run(arguments("--arithmetic", "--rejected")) == 0
+    said = capsys.readouterr().out
+    assert f"{first.name}" in said.split("too much HBM as compiled")[1]
+    assert "compiled, does not fit: needs 31.00GiB of 30.75GiB, though it compiled" in said
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -293,6 +303,7 @@ def test_compiled_layouts_that_did_not_fit_are_not_proposed(arguments, filled, c
         ),
         (("--arithmetic", "--record", "x.json"), "--record keeps what was compiled"),
         (("--cached", "--fresh"), "--fresh compiles everything again, and --cached compiles nothing"),
+        (("--arithmetic", "--fresh"), "--fresh compiles everything again, and --arithmetic compiles nothing"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(arguments, given, message):

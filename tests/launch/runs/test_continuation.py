@@ -379,6 +379,21 @@ def test_differences_of_configurations():
     assert str(one) == "batch_size = 16, was 8"
 
 
+def test_a_parameter_that_is_bound_to_a_macro_of_another_value_is_a_difference():
+    before = loaded("SEED = 7").text
+    after = before + "block_sparse.BlockSparse.seed = %SEED\n"
+    (one,) = differences.between(before, after)
+    assert str(one) == "block_sparse.BlockSparse.seed = %SEED, was not bound"
+    assert not differences.is_same(before, after)
+    assert differences.is_same(loaded().text, loaded().text + "block_sparse.BlockSparse.seed = %SEED\n")
+
+
+def test_settings_that_nothing_reads_have_no_value_in_a_difference():
+    rate = ["optimizers.adamw.learning_rate = @optimizers.constant()", "optimizers.constant.value = 1e-4"]
+    found = {one.name: str(one) for one in differences.between(loaded().text, loaded(*rate).text)}
+    assert found["LEARNING_RATE"].startswith("LEARNING_RATE is not bound, was ")
+
+
 def test_a_text_saved_before_there_was_a_macro_has_its_declared_value():
     now = loaded().text
     before = "".join(line for line in now.splitlines(keepends=True) if "KEEP_BEST" not in line)
@@ -386,7 +401,7 @@ def test_a_text_saved_before_there_was_a_macro_has_its_declared_value():
     assert differences.between(before, now) == []
     assert differences.is_same(before, now)
     (one,) = differences.between(before, loaded("KEEP_BEST = 'validation/loss'").text)
-    assert str(one) == "KEEP_BEST = 'validation/loss', was ''"
+    assert str(one) == "KEEP_BEST = 'validation/loss', was not bound"
     assert not differences.is_same(before, loaded("KEEP_BEST = 'validation/loss'").text)
 
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from core import logical
+from core import flops, logical
 from core.errors import UserError
 from models.decoder.layer_inputs import LayerInputs
 from models.decoder.planner_config import Planner
+from parallel import strategies
 from tests.models.decoder.test_layers import BATCH, PLAIN, VOCAB, check_generation, params_of
 
 MODEL = dataclasses.replace(PLAIN, layer_inputs=LayerInputs(width=6))
@@ -51,10 +52,23 @@ def test_the_work_is_that_of_its_matrices_and_the_rows_of_padding_are_zero():
     made.append(params["layers/block"]["layer_input_output"])
     assert MODEL.layer_inputs.work(MODEL) == sum(a.size for a in made)
     assert MODEL.flops_per_token(8) == PLAIN.flops_per_token(8) + 6 * MODEL.layer_inputs.work(MODEL)
-    assert specs["~"]["layer_embedding"].axes == ("vocab", "embed")
+    assert specs["~"]["layer_embedding"].axes == ("vocab", "layer_inputs")
+    strategy = strategies.fsdp()
+    assert logical.row(strategy.param_rules, "layer_inputs") == logical.row(strategy.param_rules, "embed")
     table = jax.jit(MODEL.init)(jax.random.key(0), BATCH)["~"]["layer_embedding"]
     assert np.all(table[VOCAB:] == 0)
     assert np.all(np.any(table[:VOCAB] != 0, axis=1))
+
+
+def test_a_frozen_table_saves_no_product():
+    """Of a tied model, only the embedding is also the output matrix."""
+    tied = dataclasses.replace(MODEL, tied=True)
+
+    def counted(*frozen):
+        return flops.per_token(tied, BATCH, length=8, frozen=frozen)
+
+    assert counted("layer_embedding") == counted()
+    assert counted("embedding", "layer_embedding") == counted() - 2 * 128 * 16
 
 
 def test_settings_have_the_width():

@@ -11,6 +11,7 @@ from core import optimizers, slices
 from core.slices import GIB
 from models import trm
 from models.decoder import experts, transformer
+from models.decoder.layer_inputs import LayerInputs
 from models.decoder.layers import Mlp
 from parallel import strategies
 from parallel.compiled import report
@@ -96,6 +97,20 @@ def test_traffic_of_embedding_gradients_matches_the_compiled_step(trace_of, slic
         ShardedState(strategies.fsdp(), trace_of(model, slice_name=slice_name, remats=["full"])), FULL
     )
     assert sum(axis.wire_bytes for axis in found.time.traffic) / GIB / wire == pytest.approx(1.0, rel=0.005)
+
+
+def test_of_a_table_of_inputs_of_layers_only_what_was_looked_up_is_sent(trace_of):
+    """And its gradient: 32 rows of 2,048 positions in 2 bytes, each way, of which a chip keeps a sixteenth."""
+    found = {}
+    for width in (64, 128):
+        model = transformer.preset("7b", num_layers=2, remat="full", tied=True, layer_inputs=LayerInputs(width=width))
+        traffic = arithmetic.estimate(
+            ShardedState(strategies.fsdp(), trace_of(model, remats=["full"])), FULL
+        ).time.traffic
+        found[width] = sum(axis.wire_bytes for axis in traffic)
+    sent = 2 * 32 * 2048 / 16 * 2 * 64 * 2 * 15 / 16
+    projection = 4096 * 2 * 64 * 2 + 2 * 2 * 4096 * 64 * 2  # gathered and reduced, over at most 16 chips
+    assert 0 < found[128] - found[64] - sent < 6 * projection
 
 
 def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):

@@ -5,6 +5,7 @@ import numpy as np
 
 from core import optimizers, slices
 from models.decoder import experts, transformer
+from models.decoder.layer_inputs import LayerInputs
 from parallel import partitioner, strategies
 from parallel.generation import decoding
 from parallel.generation.decoding import Decoder
@@ -34,6 +35,11 @@ def test_of_an_embedding_only_rows_are_read_unless_it_is_the_output_matrix():
     assert least == most == whole - TABLE
     least, most, whole = read(tied=True)
     assert least == most == whole
+
+
+def test_of_a_table_of_inputs_of_layers_only_rows_are_read():
+    least, most, whole = read(tied=True, layer_inputs=LayerInputs(width=8))
+    assert least == most == whole - 4 * 512 * 2 * 8
 
 
 def test_not_all_experts_are_used_by_each_token(monkeypatch):
