@@ -359,7 +359,19 @@ def _cpu(devices: int) -> Chip:
 
 
 def of_device_kind(kind: str, *, per_host: int, hosts: int) -> Slice:
-    """Returns a slice of GPUs or CPU devices; `kind` is JAX's `device_kind`. Raises UserError if it is unknown."""
+    """Returns a slice of GPUs or CPU devices, or a TPU slice of one host; `kind` is JAX's `device_kind`.
+
+    Raises UserError if it is unknown.
+    """
+    tpu = next((name for name, chip in CHIPS.items() if kind in chip.kinds), None)
+    alike = [one for one in SLICES.values() if one.generation == tpu and (one.devices, one.hosts) == (per_host, 1)]
+    if alike and hosts == 1:
+        return alike[0]
+    if tpu:
+        raise UserError(
+            f"this machine has {per_host} {kind!r} devices and does not say of which slice: name the SLICE, or set "
+            "TPU_ACCELERATOR_TYPE"
+        )
     found = next((name for name, chip in GPUS.items() if kind in chip.kinds), kind if kind == "cpu" else None)
     if found is None:
         raise UserError(

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -207,19 +207,25 @@ class Experiment:
         """Checks that a run can train this experiment with its phases.
 
         Raises:
-          UserError: one phase is chosen, or the shapes of the model's carry differ between phases.
+          UserError: one phase is chosen, or the shapes of the model's carry or parameters differ between phases.
         """
         if self.is_one_phase:
             raise UserError("PHASE names the phase to report or plan; a run trains all of them: leave it out")
-        shapes = {}
-        for span in self.spans() if self.phases else ():
-            batch = batch_shapes(span.experiment.task.spec(span.experiment.batch_size))
-            shapes[span.number] = jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(self.model.init_carry, batch))
-        if wrong := [number for number, found in shapes.items() if found != shapes[1]]:
-            raise UserError(
-                f"phase {wrong[0]} has other rows than phase 1, and the model carries state from batch to batch "
-                "that belongs to rows: keep batch_size and the row length, or make it a run of its own (INIT_FROM)"
-            )
+        spans = self.spans() if self.phases else ()
+        batches = {span.number: batch_shapes(span.experiment.task.spec(span.experiment.batch_size)) for span in spans}
+        for number in [number for number, batch in batches.items() if batch != batches[1]]:
+            carry, first_carry = (_shapes(self.model.init_carry, batches[n]) for n in (number, 1))
+            if carry != first_carry:
+                raise UserError(
+                    f"phase {number} has other rows than phase 1, and the model carries state from batch to batch "
+                    "that belongs to rows: keep batch_size and the row length, or make it a run of its own (INIT_FROM)"
+                )
+            params, first_params = (_shapes(self.model.init, jax.random.key(0), batches[n]) for n in (number, 1))
+            if params != first_params:
+                raise UserError(
+                    f"phase {number} has other rows than phase 1, and the model's parameters have other shapes for "
+                    "them: keep the shape of a batch, or give the model parameters that do not depend on it"
+                )
 
     @property
     def row_length(self) -> int:
@@ -362,18 +368,23 @@ class Span(NamedTuple):
         assert self.epochs
         return self.first_step + int((self.last_step - self.first_step) * epochs / self.epochs)
 
-    def repeats(self) -> list[str]:
-        """Returns a problem if the phase reads its data more often than `max_epochs`; otherwise []."""
-        most = self.experiment.max_epochs
-        if most is None or not self.epochs or self.epochs <= most:
+    def repeats(self, last_step: int | None = None) -> list[str]:
+        """Returns a problem if the phase reads its data more often than `max_epochs` by a step; otherwise []."""
+        most, last = self.experiment.max_epochs, min(last_step or self.last_step, self.last_step)
+        if most is None or not self.epochs or self.epochs <= most or last <= self.step_of_epoch(most):
             return []
+        read = self.epochs * (last - self.first_step) / (self.last_step - self.first_step)
         return [
-            f"{self.experiment.task.describe()}: read {self.epochs:.2f} times by step {self.last_step:,}, and "
+            f"{self.experiment.task.describe()}: read {read:.2f} times by step {last:,}, and "
             f"max_epochs = {most:g}: end after step {self.step_of_epoch(most):,}, or use more data"
         ]
 
     def __str__(self) -> str:
         return f"phase {self.number} of {self.count}"
+
+
+def _shapes(function: Callable, *args: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(function, *args))
 
 
 def padding(program: Program) -> str:

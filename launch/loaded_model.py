@@ -309,6 +309,7 @@ def load(
     strategy: Strategy | None = None,
     check: Callable[[], object] = lambda: None,
     check_model: Callable[[LoadedModel], object] = lambda model: None,
+    averaged: bool = True,
 ) -> LoadedModel:
     """Loads the model of a run, of a step, or of a published model's folder.
 
@@ -320,6 +321,7 @@ def load(
       strategy: overrides the strategy of the configuration and of `bindings`.
       check: called before parameters are read.
       check_model: called with the model before its parameters are read.
+      averaged: whether parameters that the run's optimizer averages are the averages; INIT_FROM starts from the others.
 
     Raises:
       UserError: there is no such model, it is not supported, or it does not fit the devices.
@@ -345,7 +347,9 @@ def load(
     def check_split(whole: LoadedModel) -> None:
         check_model(split(whole, experiment.task))
 
-    whole = load_step(experiment, folder, slice_name=slice_name, strategy=strategy, check_model=check_split)
+    whole = load_step(
+        experiment, folder, slice_name=slice_name, strategy=strategy, check_model=check_split, averaged=averaged
+    )
     return split(whole, experiment.task)
 
 
@@ -356,13 +360,14 @@ def load_step(
     slice_name: str | None = None,
     strategy: Strategy | None = None,
     check_model: Callable[[LoadedModel], object] = lambda model: None,
+    averaged: bool = True,
 ) -> LoadedModel:
     """Loads the model of an experiment with the parameters of one of its checkpoints; `split` makes it generate.
 
     Args:
       experiment: the experiment of the run.
       folder: the checkpoint (`core.checkpoints.steps.find`).
-      slice_name, strategy, check_model: as in `load`.
+      slice_name, strategy, check_model, averaged: as in `load`.
     """
     experiment, run_dir = experiment.spans()[-1].experiment, str(folder.parent.parent)
     vocabulary = experiment.task.vocabulary
@@ -378,7 +383,8 @@ def load_step(
     check_model(LoadedModel(program, None, vocabulary, where, begins_with_bos))
     open_source = functools.partial(warm_start.source_again, experiment)
     source = SavedParameters(folder, open_source=open_source)
-    if source.is_averaged or not program.optimizer.is_averaging(program.abstract_state.opt_state):
+    is_averaging = averaged and program.optimizer.is_averaging(program.abstract_state.opt_state)
+    if source.is_averaged or not is_averaging:
         params = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
     else:
         origin = Origin(open_source, program.param_specs)

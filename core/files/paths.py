@@ -295,7 +295,12 @@ class Listed(NamedTuple):
 def listed(pattern: str) -> dict[str, Listed]:
     """Returns the files that match a pattern (`*`, `**`), by absolute path or gs:// name."""
     if not is_remote(pattern):
-        found = glob.glob(os.fspath(resolve(pattern)), recursive=True)  # noqa: PTH207 (absolute patterns)
+        here, absolute = resolve("."), resolve(pattern)
+        if pathlib.Path(pattern).expanduser().is_absolute():
+            found = glob.glob(os.fspath(absolute), recursive=True)  # noqa: PTH207 (absolute patterns)
+        else:  # brackets in the name of the working directory are no pattern
+            names = glob.glob(pattern, root_dir=os.fspath(here), recursive=True)  # noqa: PTH207
+            found = [os.fspath(resolve(name)) for name in names]
         return {name: Listed(pathlib.Path(name).stat().st_size) for name in found if pathlib.Path(name).is_file()}
     system, name = fsspec.core.url_to_fs(pattern)
     about = system.glob(name, detail=True)
@@ -304,6 +309,11 @@ def listed(pattern: str) -> dict[str, Listed]:
         for name, entry in about.items()
         if entry["type"] == "file"
     }
+
+
+def literal(folder: str | os.PathLike[str]) -> str:
+    """Returns a folder as the beginning of a pattern for `listed`; brackets in the name of a local one are escaped."""
+    return os.fspath(folder) if is_remote(folder) else glob.escape(os.fspath(folder))
 
 
 def matching(pattern: str) -> dict[str, int]:

@@ -32,6 +32,7 @@ from core.hosts.failure_diagnosis import Limits
 HEARTBEAT_SECONDS = 60
 _NEVER_SECONDS = 24 * 3600  # timeout of JAX's heartbeat if a silent host must not end the run
 SHUTDOWN_SECONDS = 30
+BEFORE_DEVICES_SECONDS = 120  # host 0 may watch another run's lock for a minute before it joins
 TIMEOUT_SECONDS = 300
 
 _MAX_TEXT_BYTES = 2**21  # the coordination service limits messages to 4 MiB
@@ -149,7 +150,8 @@ def _detected(timeout_seconds: float) -> Cluster:
     if coordinator is None or process_count is None or process_index is None:
         raise UserError(
             "no cluster was found on this machine (it is not a host of a TPU slice, or its metadata cannot be read); "
-            "give coordinator, process_index and process_count, or single_process=True to run alone"
+            "set JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT on every host, or in Python "
+            "single_process=True to run alone"
         )
     return Cluster(process_index, process_count, coordinator)
 
@@ -201,7 +203,7 @@ def _join(cluster: Cluster, *, timeout_seconds: float, heartbeat_seconds: int) -
             coordinator,
             num_processes=count,
             process_id=index,
-            initialization_timeout=int(max(timeout_seconds, 30)),
+            initialization_timeout=int(max(timeout_seconds, 30)) + BEFORE_DEVICES_SECONDS,
             heartbeat_timeout_seconds=heartbeat_seconds,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             coordinator_bind_address=f"{own_host or '[::]'}:{port}",

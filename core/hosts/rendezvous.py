@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import errno
 import hashlib
+import ipaddress
 import selectors
 import socket
 import time
@@ -203,6 +204,8 @@ def _listening(address: str, *, deadline: float) -> Iterator[socket.socket]:
 def bindable(host: str) -> str:
     """Returns the address to listen on: `host` if this machine has it, else "" for all interfaces.
 
+    A machine's own name may mean 127.0.1.1 on it, where others cannot reach it: that is "", too.
+
     Raises UserError if `host` cannot be looked up, and OSError if binding fails otherwise.
     """
     with socket.socket(_family(host)) as probe:
@@ -214,7 +217,15 @@ def bindable(host: str) -> str:
             if error.errno == errno.EADDRNOTAVAIL:
                 return ""
             raise
-    return host
+        is_own_name = not (host == "localhost" or _is_loopback(host))
+        return "" if is_own_name and _is_loopback(probe.getsockname()[0]) else host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import pathlib
+import re
 import socket
 import statistics
 import tempfile
@@ -30,6 +31,7 @@ from core.training.trainer import Hook, StepReport
 
 PROFILES = ("tensorboard", "plugins", "profile")  # folder in the run directory, where TensorBoard looks
 SUFFIX = ".xplane.pb"
+_OF_HOST = re.compile(r"-p(?P<process>\d+)of(?P<count>\d+)")  # in the name of a file
 REQUEST_NAME = "profile_request.json"
 ANSWER_NAME = "profile_answer.json"
 
@@ -256,7 +258,18 @@ class Trace:
             jax.profiler.stop_trace()
             found = sorted(pathlib.Path(self._traced.name).rglob(f"*{SUFFIX}"))
             names = [f"{self._name}{f'-{number}' if number else ''}{SUFFIX}" for number in range(len(found))]
+            self._remove_earlier()
             return [paths.copy_file(file, to=self._folder / name) for file, name in zip(found, names, strict=True)]
+
+    def _remove_earlier(self) -> None:
+        """Removes what this process traced of the same step on another machine and, as host 0, with other hosts."""
+        process, count = distributed.process_index(), distributed.process_count()
+        for file in self._folder.glob(f"*{SUFFIX}") if self._folder.exists() else ():
+            if (of := _OF_HOST.search(file.name)) is None:
+                continue
+            is_own = int(of["process"]) == process and not file.name.startswith(f"{socket.gethostname()}-p")
+            if is_own or (process == 0 and int(of["count"]) != count):
+                file.unlink()
 
 
 class MemoryProfile(Hook):

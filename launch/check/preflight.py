@@ -62,6 +62,7 @@ def check(
     slice_name: str | None = None,
     run_dir: str,
     smoked: bool = False,
+    tuned: bool = False,
     hosts: Hosts = "here",
 ) -> Checked:
     """Checks configuration, layout, data, run directory and memory.
@@ -72,6 +73,7 @@ def check(
       slice_name: the slice; None: the one in the experiment's file.
       run_dir: the run directory.
       smoked: whether the run is a smoke run: smallest sizes, and data may be replaced.
+      tuned: whether settings are tuned, in a folder of its own.
       hosts: where the hosts will be: "here", on this machine or unknown; "simulated" on this machine; "shipped to" a
         TPU to which the workspace is copied; or "dry run", the same without using the network.
     """
@@ -100,9 +102,14 @@ def check(
         assert config is not None
         assert experiment is not None
         meant, program = bound
-        if not smoked and _sees_run(run_dir, hosts):
+        if not (smoked or tuned) and _sees_run(run_dir, hosts):
             findings.append(_checkpoint(path, config, experiment, program, run_dir, hosts))
-        initial, left_out = _initial_parameters(meant, program, run_dir, hosts)
+        place = run_dir
+        if tuned:
+            from launch.runs import tuning
+
+            place = f"{run_dir}/{tuning.FOLDER}"
+        initial, left_out = (None, ()) if smoked else _initial_parameters(meant, program, place, hosts)
         if not smoked and (hosts == "simulated" or (hosts == "here" and not slices.get(experiment.slice).is_tpu)):
             own = reading.by_name(program.abstract_state).keys() & set(left_out)  # a checkpoint may be of another model
             enough = _passed("enough", continuation.require_space, run_dir, program, without=own)
@@ -226,8 +233,12 @@ def _checkpoint(
 
 
 def _row_coupling(experiment: Experiment) -> list[Finding]:
-    found: list[Finding] = []
-    _attempt("microbatches", lambda: ((said := smoke.require_divisible_rows(experiment)), said), found)
+    name, found = "microbatches", list[Finding]()
+    try:
+        _attempt(name, lambda: ((said := smoke.require_divisible_rows(experiment)), said), found)
+    except Exception as error:  # of the user's model or task, which may need a TPU, or data
+        said = f"it could not be tried on this machine's CPU whether rows divide: {type(error).__name__}: {error}"
+        found.append(Finding(name, True, said, is_note=True))
     return [finding for finding in found if finding.detail]
 
 

@@ -75,7 +75,7 @@ def _new_folder(run_dir: str) -> str:
     In a folder that all hosts see, it is the same on all of them: none begins the run before all have met in the checks
     of hosts.
     """
-    before = paths.listed(f"{run_dir}/run*/config.gin")
+    before = paths.listed(f"{paths.literal(run_dir)}/run*/config.gin")
     numbers = [name.split("/")[-2].removeprefix("run") for name in before]
     return f"{run_dir}/run{1 + max((int(number) for number in numbers if number.isdecimal()), default=0)}"
 

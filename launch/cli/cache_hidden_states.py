@@ -15,6 +15,7 @@ from launch import environment, flags, loaded_model
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.loaded_model import LoadedModel
+from launch.settings import Initialization
 from models.ttt.adapter import AdaptedDecoder
 from tasks.code import cached, chunks
 
@@ -46,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
     loaded_model.choose_devices(None, is_simulated=False)
     experiment = loader.load(args.experiment, bindings=args.gin).build()
     model, task = _parts(experiment)
-    base = loaded_model.load(experiment.initialization.init_from, dtype=model.base_dtype)
+    base = loaded_model.load(experiment.initialization.init_from, dtype=model.base_dtype, averaged=False)
     params, checksum = _stored(base, model)
     task.prepare(environment.run_directory(args.experiment, experiment.slice), is_host_zero=True)
+    _require_fitting_data(experiment, prepared=True)
     hidden = jax.jit(model.hidden)
     last, began = 0.0, time.monotonic()
     steps = cached.write(
@@ -95,6 +97,16 @@ def _parts(experiment: Experiment) -> tuple[AdaptedDecoder, chunks.ChunkTask]:
             f"launch/run cache-hidden-states: AdaptedDecoder.chunk = {model.chunk} does not divide the {task.length} "
             "positions of a row: set LENGTH to a multiple of it"
         )
-    if problems := task.problems():
-        raise UserError("\n".join(problems))
+    defaults = Initialization()
+    for name in ("init_patterns", "init_renames", "init_layers"):
+        if (given := getattr(experiment.initialization, name)) != getattr(defaults, name):
+            raise UserError(
+                f"launch/run cache-hidden-states: {name.upper()} = {given!r}: the base is read as it is; leave it out"
+            )
+    _require_fitting_data(experiment, prepared=False)
     return model, task
+
+
+def _require_fitting_data(experiment: Experiment, *, prepared: bool) -> None:
+    if problems := experiment.data_problems(prepared=prepared):
+        raise UserError("\n".join(problems))

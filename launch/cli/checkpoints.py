@@ -69,7 +69,9 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     if args.step is not None:
-        folders = [steps.find(f"{args.run_dir}@{args.step}")]
+        places = [folder / str(args.step) for folder in steps.folders_of(args.run_dir)]
+        folders = [place for place in places if steps.is_complete(place)]
+        folders = folders or [steps.find(f"{args.run_dir}@{args.step}")]  # raises UserError
     else:
         by_folder = {folder: steps.complete(folder) for folder in steps.folders_of(args.run_dir)}
         folders = [folder / str(step) for folder, found in by_folder.items() for step in reversed(found)]

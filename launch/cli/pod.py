@@ -293,6 +293,7 @@ def _checked(args: argparse.Namespace, slice_: slices.Slice, *, run_directory: s
         slice_name=slice_.name,
         run_dir=run_directory,
         smoked=args.check == "smoke",
+        tuned=args.tune,
         hosts=hosts,
     )
 

@@ -13,6 +13,7 @@ from core import slices
 from core.errors import UserError
 from core.files import paths
 from core.hosts import distributed
+from core.training import metrics
 from launch import environment, flags, loaded_model, terminal
 from launch.experiments import lm_eval_tasks, simulated_hosts
 from launch.experiments.text_scores import TextScores
@@ -84,7 +85,7 @@ def load(args: argparse.Namespace, **options: Any) -> TextScores:
 def write(args: argparse.Namespace, scores: TextScores, found: Mapping[str, Any]) -> None:
     """Writes the result to the file of --json, if it is given."""
     if args.json:
-        text = json.dumps({"model": scores.model.where, **found}, indent=1)
+        text = json.dumps(metrics.finite({"model": scores.model.where, **found}), indent=1, allow_nan=False)
         paths.write_text_atomically(paths.resolve(args.json), text + "\n")
 
 
@@ -136,10 +137,10 @@ def _show(found: Mapping[str, Mapping[str, float]]) -> None:
     table = Table("task", "metric", box=box.SIMPLE)
     table.add_column("score", justify="right")
     table.add_column("standard error", justify="right")
-    for task, metrics in found.items():
-        for name, value in metrics.items():
+    for task, figures in found.items():
+        for name, value in figures.items():
             if not name.split(",")[0].endswith(_ERROR):
-                error = metrics.get(_error_name(name))
+                error = figures.get(_error_name(name))
                 table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}")
     terminal.console(120).print(table)
 

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from core import slices, versions
 from core.batches import row_length
+from core.checkpoints import published_files
 from core.checkpoints import steps as saved_steps
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
@@ -137,8 +138,24 @@ def _examples(text: str) -> int | str:
     return text if text == "all" else flags.at_least(1)(text)
 
 
+def _split_step(args: argparse.Namespace) -> None:
+    """Takes the step of RUN@STEP as that of --step."""
+    if args.run_dir.startswith(published_files.HUB):
+        return
+    run_dir, step = saved_steps.split(args.run_dir)
+    if step is None:
+        return
+    if args.step is not None or args.all_steps:
+        other = "--all-steps" if args.all_steps else f"--step {args.step}"
+        raise UserError(f"{args.run_dir} and {other} both name steps: give one of them")
+    if step != saved_steps.BEST and not step.isdecimal():
+        raise UserError(f"{args.run_dir}: expected RUN, RUN@STEP with a step number, or RUN@{saved_steps.BEST}")
+    args.run_dir, args.step = run_dir, _step(step)
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the evaluation that the arguments ask for. Raises UserError if the run's data or task does not fit."""
+    _split_step(args)
     other = _other(args)
     args.step = saved_steps.best_of(args.run_dir) if args.step == saved_steps.BEST else args.step
     if other is not None:

@@ -229,7 +229,11 @@ class _Report:
             name: {column: value if math.isfinite(value) else None for column, value in row.items()}
             for name, row in self.rows.items()
         }
-        result = {**about, "gates": rows, "differences": self.differences, "correlations": self._correlations()}
+        differences = {
+            name: [value if math.isfinite(value) else None for value in found]
+            for name, found in self.differences.items()
+        }
+        result = {**about, "gates": rows, "differences": differences, "correlations": self._correlations()}
         text = json.dumps(result, indent=1, allow_nan=False) + "\n"
         files = {f"gates{suffix}.json": text, f"chunks{suffix}.csv": self._csv()}
         for name, content in files.items():

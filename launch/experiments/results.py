@@ -264,7 +264,7 @@ def run(args: argparse.Namespace) -> int:
     if runs:
         with supervise.stop_requests() as requested:
             code = suite.run(requested)
-    terminal.console(140).print(_table(suite))
+    terminal.console(140, markup=False).print(_table(suite))
     if runs:
         _print_failures(suite)
     if not (args.list or args.check):

@@ -7,6 +7,7 @@ before the first one starts. Results are read from the run directories.
 import dataclasses
 import difflib
 import enum
+import glob
 import os
 import re
 import time
@@ -161,7 +162,7 @@ def seeds_run(files: Sequence[Path], root: str) -> list[int]:
     of_files = {(path.resolve().parent.name, path.stem) for path in files}
     found = {0}
     for group in {group for group, _ in of_files}:
-        for name in paths.listed(f"{root}/{group}/*_seed*/config.gin"):
+        for name in paths.listed(f"{paths.literal(root)}/{glob.escape(group)}/*_seed*/config.gin"):
             stem, _, seed = Path(name).parent.name.rpartition("_seed")
             if (group, stem) in of_files and seed.isdecimal():
                 found.add(int(seed))
@@ -171,6 +172,13 @@ def seeds_run(files: Sequence[Path], root: str) -> list[int]:
 def _of_experiments(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}: " if names else ""
+
+
+def _is_of_another(text: str | None, entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Returns whether a run's canonical text is exactly that of another entry, such as one on other data."""
+    if text is None or differences.is_same(text, entry.text, ignoring=_SLICE):
+        return False
+    return any(differences.is_same(text, other.text, ignoring=_SLICE) for other in entries)
 
 
 def as_run(entry: Entry, *, text: str) -> Entry:
@@ -264,12 +272,14 @@ class Suite:
 
         An entry with a run gets the configuration recorded in the run directory.
         """
-        found = saved_run.find_runs(self._root, [e.text for e in self.entries], ignoring=LOCATION)
-        for number, entry in enumerate(self.entries):
+        asked = tuple(self.entries)
+        found = saved_run.find_runs(self._root, [e.text for e in asked], ignoring=LOCATION)
+        for number, entry in enumerate(asked):
             places = (entry.run_dir, self.run_dirs[entry.same_as or entry.id], *found[entry.text])
             texts = {place: saved_run.configuration(place) for place in dict.fromkeys(places)}
+            texts = {place: one for place, one in texts.items() if not _is_of_another(one[0], entry, asked)}
             run_dir, saved = next(((place, text) for place, (text, _) in texts.items() if text is not None), ("", ""))
-            if not run_dir and (why_not := texts[entry.run_dir][1]):
+            if not run_dir and (why_not := texts.get(entry.run_dir, (None, ""))[1]):
                 self.status[entry.id] = _refused(entry.run_dir, why_not)
                 continue
             if not run_dir:

@@ -105,6 +105,12 @@ def ssh(tpu: Tpu, text: str, *flags: str, worker: str = "all") -> tuple[str, ...
     return command(tpu, "ssh", f"--worker={worker}", *flags, f"--command={text}")
 
 
+def if_installed(text: str) -> str:
+    """Returns shell text that says that nothing was started on a host without our files, or runs `text`."""
+    script = f"{REMOTE_WORKSPACE}/launch/hosts/on_host.sh"
+    return f'if [ ! -f {script} ]; then echo "$(hostname): nothing was started here yet" >&2; exit 1; fi; {text}'
+
+
 def on_host(action: str, *arguments: str, variables: Sequence[str] = ()) -> str:
     """Returns shell text that runs an action of `on_host.sh`; `variables` are NAME=VALUE."""
     script = f"{REMOTE_WORKSPACE}/launch/hosts/on_host.sh"

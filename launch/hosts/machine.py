@@ -73,8 +73,10 @@ def prepare_gpus() -> None:
 def gpus_in_use(*, free: float) -> list[str]:
     """Returns a line for each visible GPU with a share of free memory below `free`.
 
-    Empty if nvidia-smi is missing or fails.
+    Empty if nvidia-smi is missing or fails, and if CUDA_VISIBLE_DEVICES is set and empty.
     """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
     chosen = environment.read("CUDA_VISIBLE_DEVICES")
     gpus = _nvidia_smi("--query-gpu=index,uuid,memory.used,memory.total", chosen)
     processes = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name", chosen)

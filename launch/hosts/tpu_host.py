@@ -61,7 +61,12 @@ def own_index(slice_: slices.Slice | None = None) -> int | None:
         worker, _ = _metadata("attributes/agent-worker-number")
     if worker is None or not worker.isdigit():
         return None
-    before = environment.read("MEGASCALE_SLICE_ID") or "0"
+    before = environment.read("MEGASCALE_SLICE_ID")
+    if before is None and not given and slice_ is not None and slice_.num_slices > 1:
+        variables, _ = _metadata("attributes/tpu-env")
+        found = re.search(r"^\s*MEGASCALE_SLICE_ID\s*:\s*'?(\d+)", variables or "", re.MULTILINE)
+        before = found and found[1]
+    before = before or "0"
     if given or slice_ is None or not before.isdigit():
         return int(worker)
     return int(worker) + int(before) * slice_.single.hosts

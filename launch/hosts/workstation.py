@@ -171,14 +171,14 @@ def act(tpus: Sequence[Tpu], *, action: str, log_directory: str | None = None, d
 
 def action_step(tpu: Tpu, action: str) -> Step:
     """Returns the step that runs an action of `on_host.sh` on all hosts of a TPU."""
-    return Step(f"{action} on all hosts of {tpu.name}", gcloud.ssh(tpu, gcloud.on_host(action)))
+    return Step(f"{action} on all hosts of {tpu.name}", gcloud.ssh(tpu, gcloud.if_installed(gcloud.on_host(action))))
 
 
 def tensorboard_step(tpu: Tpu, log_directory: str | None) -> Step:
     """Returns the step for TensorBoard on host 0; `log_directory` None: that of its run."""
     port = TENSORBOARD_PORT
     tunnel = ("--ssh-flag=-tt", f"--ssh-flag=-L 127.0.0.1:{port}:127.0.0.1:{port}")  # -tt: ends with this process
-    text = gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else []))
+    text = gcloud.if_installed(gcloud.on_host("tensorboard", str(port), *([log_directory] if log_directory else [])))
     purpose = f"TensorBoard of {log_directory or 'the run'} at http://127.0.0.1:{port} until Ctrl-C"
     return Step(purpose, gcloud.ssh(tpu, text, *tunnel, worker="0"))
 

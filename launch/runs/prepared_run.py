@@ -146,7 +146,7 @@ def prepare_run(
         _prepare_data(span, run_dir, host)
     if host.is_zero and not is_resumed:
         published_files.keep_copies(run_dir)
-    if problems := [*experiment.data_problems(prepared=True), *span.repeats()]:
+    if problems := [*experiment.data_problems(prepared=True), *span.repeats(last_step)]:
         raise UserError("\n".join(problems))
     meta = metadata(span, config=config, revision=revision)
     if initial is not None:

@@ -16,13 +16,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from core import logical, platforms, slices, step, units, wrappers
-from core.batches import has_tokens
+from core.batches import has_tokens, row_length
 from core.checkpoints.store import Checkpoints
 from core.errors import UserError
 from core.files import paths
 from core.hosts import distributed
 from core.training import trainer
-from core.types import CouplesRows, DataLayout, HasVocabulary, Model, Rehearses, Shrinks, SplitsRows, Task, can, lacking
+from core.types import (
+    CouplesRows,
+    DataLayout,
+    HasVocabulary,
+    LimitsPositions,
+    Model,
+    Rehearses,
+    Shrinks,
+    SplitsRows,
+    Task,
+    can,
+    lacking,
+)
 from launch import environment, session
 from launch.experiment import Experiment, Span
 from launch.runs.prepared_run import Run
@@ -65,7 +77,7 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
     task = _small_task(experiment.task, model, streams=rows, length=length, partly=partly)
     return dataclasses.replace(
         experiment,
-        model=wrappers.shrunk(model, multiples) if can(model, Shrinks) else model,
+        model=_with_positions(wrappers.shrunk(model, multiples), task) if can(model, Shrinks) else model,
         task=task,
         batch_size=math.lcm(rows, task.num_streams) if partly else rows,
         total_steps=STEPS,
@@ -85,6 +97,13 @@ def shrink(experiment: Experiment, *, beside: Sequence[Experiment] = (), partly:
             checkpoint_mirror="",
         ),
     )
+
+
+def _with_positions(model: Model, task: Task) -> Model:
+    """Returns a model with at least as many positions as the rows of a task have."""
+    most = model.max_positions if can(model, LimitsPositions) else None
+    length = row_length(task.spec(task.num_streams))
+    return model if most is None or length <= most else wrappers.with_field(model, "max_positions", length)
 
 
 def require_divisible_rows(experiment: Experiment) -> str:
@@ -167,10 +186,21 @@ def shrink_phases(experiment: Experiment) -> tuple[Span, ...]:
         length = 1 + sorted({other.row_length for other in wholes}).index(whole.row_length)
         task: Any = each.task
         if length > 1 and "length" in _field_names(task):
-            each = dataclasses.replace(each, task=dataclasses.replace(task, length=length * each.row_length))
+            task = _longer(task, length, rows=each.row_length)
+            each = dataclasses.replace(each, task=task, model=_with_positions(each.model, task))
         first = STEPS * (span.number - 1)
         found.append(Span(span.number, span.count, first, first + STEPS, each))
     return tuple(found)
+
+
+def _longer(task: Any, times: int, *, rows: int) -> Any:
+    """Returns a task with longer rows; `rows` is their length now."""
+    if not can(task, SplitsRows):
+        return dataclasses.replace(task, length=times * rows)
+    whole: Any = task.whole
+    if "length" in _field_names(whole):
+        whole = dataclasses.replace(whole, length=times * whole.length)
+    return task.with_rows(whole, times * rows)
 
 
 def attempt(run_dir: str) -> str:

@@ -6,6 +6,8 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 
+import jax
+
 from core import slices, versions
 from core.checkpoints import published_files, steps
 from core.errors import UserError
@@ -112,6 +114,9 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             here = functools.partial(prepare, run_dir=run_dir)
             run_phases(spans, here, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
+        if args.check or args.tune:
+            print(f"{host.name}: ended before it was done; the same command begins anew", flush=True)
+            return stop.exit_code
         print("\n".join([f"{host.name}: {stop}", *getattr(stop, "__notes__", ())]), flush=True)
         return stop.exit_code
     return exit_codes.DONE
@@ -170,6 +175,7 @@ def run_phases(
         _require_divisible_rows(found.experiment)
         return found
 
+    _require_later_phases(spans, run_dir, last_step)
     validation: dict[str, float] = {}
     continues = False
     with contextlib.suppress(EarlierPhaseError):
@@ -186,6 +192,27 @@ def run_phases(
                 return validation
     print(f"note: step {span.first_step} is already done: train for more steps, or use another run directory")
     return validation
+
+
+def _require_later_phases(spans: Sequence[Span], run_dir: str, last_step: int) -> None:
+    """Raises UserError if a phase that this start will reach does not fit, or lacks data."""
+    if environment.read("RENGA_SIMULATE") or len(spans) == 1:
+        return  # the process that started the hosts has checked this
+    first = _next(spans, run_dir, last_step)
+    for span in spans:
+        if span.number <= first.number or span.first_step >= last_step:
+            continue
+        try:
+            span.experiment.bind(jax.devices())
+            problems = distributed.decided_by_host_zero(functools.partial(_problems_of_data, span))
+        except UserError as error:
+            raise UserError(f"{span}: {error}") from error
+        if problems:
+            raise UserError(f"{span}: " + "\n".join(problems))
+
+
+def _problems_of_data(span: Span) -> list[str]:
+    return [*span.experiment.data_problems(prepared=False), *span.repeats()]
 
 
 def _require_divisible_rows(experiment: Experiment) -> None:

@@ -121,6 +121,9 @@ def test_devices_that_are_no_tpus_have_names_too():
     assert gpus.mfu(16 * 989e12, seconds=2.0) == 0.5
     assert slices.get("a100:4x1").name == "a100:4"
     assert slices.of_device_kind("NVIDIA H200", per_host=8, hosts=1) == slices.get("h200:8")
+    assert slices.of_device_kind("TPU v4", per_host=4, hosts=1) == slices.get("v4-8")
+    with pytest.raises(UserError, match=r"3 'TPU v4' devices .*name the SLICE, or set TPU_ACCELERATOR_TYPE"):
+        slices.of_device_kind("TPU v4", per_host=3, hosts=1)
     cpu = slices.get("cpu:2")
     assert cpu == slices.of_device_kind("cpu", per_host=2, hosts=1)
     assert cpu.peak_flops == 0

@@ -103,6 +103,13 @@ def test_verify_names_the_damaged_parts(run, command):
     assert "step 9" not in command("verify", run, "--step", 3).out
 
 
+def test_verify_of_a_step_also_verifies_its_parameters_alone(run, command):
+    shutil.copytree(run / "checkpoints" / "7", run / "params" / "7")
+    assert command("verify", run, "--step", 7).out.count("step 7: intact") == 2
+    damage(run / "params" / "7", "data/a.bin", flip)
+    assert "step 7: DAMAGED" in command("verify", run, "--step", 7, code=exit_codes.FAILED).out
+
+
 def test_a_step_that_is_removed_while_others_are_verified_is_not_damaged(run, monkeypatch, command):
     verify, folder = inspection.verify, paths.resolve(run) / "checkpoints"
     first, *_ = steps.complete(folder)

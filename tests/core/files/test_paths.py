@@ -173,6 +173,17 @@ def test_a_file_is_replaced_and_removed_in_the_version_that_was_read_alone(place
     assert not paths.write_if_unchanged(file, "late", version=second.version)
 
 
+def test_brackets_in_the_name_of_a_folder_are_no_pattern(tmp_path, monkeypatch):
+    folder = tmp_path / "a[1]"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "x.txt").write_text("x")
+    monkeypatch.chdir(folder)
+    wanted = [str(folder / "data" / "x.txt")]
+    assert list(paths.listed("data/*.txt")) == list(paths.listed("./**/x.txt")) == wanted
+    assert list(paths.listed(f"{paths.literal(folder)}/*/[x-z].txt")) == wanted
+    assert paths.literal("gs://bucket/a[1]") == "gs://bucket/a[1]"
+
+
 def test_files_of_a_pattern_are_listed_at_any_depth(place):
     for name in ("a/b/one.txt", "a/two.txt", "three.txt", "a/four.csv"):
         paths.write_text_atomically(place / name, name)

@@ -128,7 +128,8 @@ def test_no_cluster_is_an_error_unless_one_process_was_asked_for(run_hosts):
     (result,) = run_hosts(NO_CLUSTER, hosts=1)
     assert result.returncode == 0, result
     assert "none: no cluster was found on this machine" in result.output
-    assert "or single_process=True to run alone" in result.output
+    assert "set JAX_COORDINATOR_ADDRESS, JAX_PROCESS_INDEX and JAX_PROCESS_COUNT on every host" in result.output
+    assert "single_process=True to run alone" in result.output
 
 
 DETECTED = """

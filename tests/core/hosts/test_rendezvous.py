@@ -233,3 +233,17 @@ def test_addresses_have_a_host_and_a_port(address):
 def test_an_address_of_another_machine_means_all_interfaces():
     assert rendezvous.bindable("127.0.0.1") == "127.0.0.1"
     assert rendezvous.bindable("192.0.2.1") == ""  # Reserved for documentation: nobody's.
+
+
+def test_a_machine_s_own_name_that_means_loopback_is_all_interfaces(monkeypatch):
+    """As Debian's installer writes it: `127.0.1.1 node001` in /etc/hosts."""
+    bind = socket.socket.bind
+
+    class Named(socket.socket):
+        def bind(self, address):
+            bind(self, ("127.0.1.1" if address[0] == "node001" else address[0], address[1]))
+
+    monkeypatch.setattr(rendezvous.socket, "socket", Named)
+    assert rendezvous.bindable("node001") == ""
+    assert rendezvous.bindable("127.0.1.1") == "127.0.1.1"
+    assert rendezvous.bindable("localhost") == "localhost"

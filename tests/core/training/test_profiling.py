@@ -47,6 +47,20 @@ def test_hosts_that_share_a_hostname_do_not_overwrite_each_other(tmp_path, monke
     assert len(list((tmp_path / PLANES / "step_7").iterdir())) == 2
 
 
+def test_a_step_that_is_traced_again_on_other_machines_has_only_the_last_trace(tmp_path, monkeypatch):
+    def traced(index, *, count, name):
+        monkeypatch.setattr(distributed, "process_count", lambda: count)
+        monkeypatch.setattr(distributed, "process_index", lambda: index)
+        monkeypatch.setattr(profiling.socket, "gethostname", lambda: name)
+        profile_one(tmp_path, 7)
+        return sorted(file.name.partition(".")[0] for file in (tmp_path / PLANES / "step_7").iterdir())
+
+    traced(0, count=4, name="old-0")
+    assert traced(1, count=4, name="old-1") == ["old-0-p0of4", "old-1-p1of4"]
+    assert traced(1, count=4, name="new-1") == ["new-1-p1of4", "old-0-p0of4"]
+    assert traced(0, count=2, name="new-0") == ["new-0-p0of2"]
+
+
 TWO_HOSTS_PROFILE = """
 import jax, jax.numpy as jnp
 from core.hosts import distributed

@@ -259,6 +259,16 @@ def test_arrays_that_a_checkpoint_of_another_model_leaves_out_do_not_stop_the_ch
     assert check(run_dir=tmp_path, hosts="simulated")["disk"].ok
 
 
+def test_runs_in_folders_of_their_own_do_not_look_at_the_checkpoint(tmp_path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(preflight, "_initial_parameters", lambda *given: (looked.append(given[2]), (None, ()))[1])
+    monkeypatch.setattr(preflight, "_checkpoint", lambda *_: pytest.fail("the checkpoint is of another run"))
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    assert check(run_dir=tmp_path, hosts="simulated", smoked=True)["layout"].ok
+    assert check(run_dir=tmp_path, hosts="simulated", tuned=True)["layout"].ok
+    assert looked == [f"{tmp_path}/tune"]
+
+
 def test_a_host_refuses_a_batch_that_it_cannot_hold(monkeypatch):
     experiment = loader.load(QUICKSTART).build()
     program = experiment.bind(mesh.topology_devices(slices.get(experiment.slice)))
@@ -343,6 +353,14 @@ def test_a_loss_that_couples_rows_is_found_where_steps_divide_them(tmp_path, mon
     ):
         found = check(str(tmp_path / "coupled.gin"), run_dir=tmp_path / "run", bindings=bindings)
         assert [f for f in found if not found[f].ok] == [name] * bool(name), found
+
+    unprepared = "class Unprepared(Pairs):\n    def row(self, rng, *, is_training):\n        return self.loaded[0]\n"
+    (tmp_path / "unprepared.py").write_text("from coupled import Pairs\n" + unprepared)
+    given = ["ACCUM_STEPS = 2", "import unprepared", "TASK = @unprepared.Unprepared()"]
+    found = check(str(tmp_path / "coupled.gin"), run_dir=tmp_path / "run", bindings=given)
+    assert found["microbatches"].is_note
+    assert "AttributeError" in found["microbatches"].detail
+    assert all(one.ok for one in found.values()), found
 
     def without_cpus(backend):
         raise RuntimeError(f"Unknown backend {backend}")  # as jax does under JAX_PLATFORMS=tpu

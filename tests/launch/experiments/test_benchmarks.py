@@ -3,21 +3,24 @@
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import shutil
 import sys
 import types
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 
+from core import slices
 from core.checkpoints import published_files
 from core.errors import UserError
 from launch import __main__ as command
 from launch import loaded_model
-from launch.experiments import benchmarks, lm_eval_tasks, text_scores
+from launch.experiments import benchmarks, lm_eval_tasks, simulated_hosts, text_scores
 from parallel.compiled import host_memory
 from parallel.generation.sampling import GREEDY, Sampling
 
@@ -237,6 +240,35 @@ def test_scores_are_printed_and_written(folder, tmp_path, capsys, monkeypatch):
     assert ["capitals", "acc", "0.2500", "0.1250"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     written = {"model": str(folder), "tasks": {"capitals": {"acc": 0.25, "acc_stderr": 0.125}}}
     assert json.loads(out.read_text()) == written
+
+
+def test_figures_that_are_not_finite_are_text(tmp_path):
+    args = SimpleNamespace(json=str(tmp_path / "found.json"))
+    benchmarks.write(
+        args, SimpleNamespace(model=SimpleNamespace(where="here")), {"sums": {"f1": math.nan, "loss": 1.5}}
+    )
+    found = json.loads((tmp_path / "found.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert found == {"model": "here", "sums": {"f1": "nan", "loss": 1.5}}
+
+
+@pytest.mark.parametrize(("name", "logs"), [("sums@100", "sums/logs"), ("absent@100", None)])
+def test_simulated_hosts_make_no_folder_that_looks_like_a_step(tmp_path, monkeypatch, name, logs):
+    (tmp_path / "sums" / "checkpoints").mkdir(parents=True)
+    found = []
+
+    def run(slice_, *, command, log_directory):
+        found.append(log_directory)
+
+    monkeypatch.setattr(simulated_hosts.simulate, "run", run)
+    monkeypatch.setattr(simulated_hosts.flags, "passed_on", lambda args, *names: [])
+    args = SimpleNamespace(run_dir=str(tmp_path / name))
+    if logs is None:
+        with pytest.raises(UserError, match="absent@100"):
+            simulated_hosts.evaluate(args, slices.get("v4-16"))
+    else:
+        simulated_hosts.evaluate(args, slices.get("v4-16"))
+        assert found == [tmp_path / logs]
+    assert [path.name for path in tmp_path.iterdir()] == ["sums"]
 
 
 def test_a_batch_stops_when_every_row_has_stopped_and_not_before_a_row_has_begun():

@@ -147,7 +147,7 @@ def test_gates_differences_and_correlations_are_printed(capsys):
 def test_figures_that_a_gate_does_not_have_are_null(tmp_path):
     report = SimpleNamespace(
         rows={"oracle": {"loss": 0.5, "recovery": math.nan, "milliseconds": math.nan}},
-        differences={"a": (0.25, -0.125, 0.5)},
+        differences={"a": (0.25, -0.125, 0.5), "b": (math.nan, math.inf, 0.5)},
         _correlations=dict,
         _csv=lambda: "",
     )
@@ -155,4 +155,4 @@ def test_figures_that_a_gate_does_not_have_are_null(tmp_path):
     text = (tmp_path / "gates.json").read_text()
     found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found["gates"] == {"oracle": {"loss": 0.5, "recovery": None, "milliseconds": None}}
-    assert found["differences"] == {"a": [0.25, -0.125, 0.5]}
+    assert found["differences"] == {"a": [0.25, -0.125, 0.5], "b": [None, None, 0.5]}

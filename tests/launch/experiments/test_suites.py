@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from core.hosts import exit_codes
 from core.training import metrics
 from launch import __main__ as main
-from launch import environment
+from launch import environment, terminal
 from launch.config import differences
 from launch.experiment import OF_PYTHON
 from launch.experiments import results, suites
@@ -175,6 +176,20 @@ def test_experiments_on_other_data_are_others(suite, folder):
     first = suite(Fake(codes=(("hard", 1),)), **options)
     first.run()
     assert texts(suite(**options)) == {"mine/easy": "already done", "mine/hard": "waiting"}
+    shutil.rmtree(first.run_dirs["mine/hard"])
+    found = suite(**options)
+    found.gather()
+    assert texts(found) == {"mine/easy": "done", "mine/hard": "not run"}
+
+
+def test_brackets_in_settings_are_shown(suite, folder, capsys):
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.gin").unlink()
+    for name in ("a-f", "g-z"):
+        (folder / f"{name}.gin").write_text(f"include 'gin/trm/exp01/exp01a.gin'\nDATA = 'x/[{name}]*.csv'\n")
+    made = suite(check_data=False, slice_name="v4-8")
+    terminal.console(140, markup=False).print(results._table(made))
+    assert "[a-f]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

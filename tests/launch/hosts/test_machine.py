@@ -167,6 +167,14 @@ def test_a_cpu_in_place_of_gpus_that_jax_cannot_use_is_an_error(nvidia_smi, monk
             assert machine.local().name == "cpu:1"
 
 
+def test_hidden_gpus_are_not_in_use(nvidia_smi, monkeypatch):
+    nvidia_smi(74000)
+    with pytest.raises(UserError, match="other processes use GPUs"):
+        machine.prepare_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    machine.prepare_gpus()
+
+
 def test_a_machine_on_which_jax_finds_nothing_is_an_error_with_the_end_of_what_it_said(monkeypatch):
     monkeypatch.setattr(machine, "_LOOK", "import sys; sys.exit('x' * 5000 + ' no driver')")
     with pytest.raises(UserError, match="JAX finds no devices on this machine") as raised:

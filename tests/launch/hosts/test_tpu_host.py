@@ -87,6 +87,9 @@ def test_a_host_knows_its_index_before_it_joins(here, chips, metadata, tmp_path)
     for environ, index in ((of_two, 7), (of_two | {"TPU_WORKER_ID": "0"}, 4), (of_two | {"JAX_PROCESS_INDEX": "5"}, 5)):
         here(environ, **there)
         assert tpu_host.own_index(slices.get("2xv4-32")) == index
+    variables = "TPU_CHIPS: '4'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
+    here(devices=chips, url=metadata({"agent-worker-number": "3", "tpu-env": variables}))
+    assert (tpu_host.own_index(slices.get("2xv4-32")), tpu_host.own_index(slices.get("v4-32"))) == (7, 3)
     none = {"devices": tmp_path / "none"}
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):  # of GPUs
         here({name: "1"}, **there | none)

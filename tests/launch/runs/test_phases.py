@@ -8,6 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
+import renga
 from core import optimizers
 from core.errors import UserError
 from core.hosts import exit_codes
@@ -17,7 +18,9 @@ from launch.check import preflight
 from launch.config import loader
 from launch.experiment import Experiment
 from launch.experiments import saved_run
+from launch.phases import Phase
 
+BYTES = renga.vocabularies.bytes()
 TINY = [
     "NUM_STREAMS = 4",
     "TOTAL_STEPS = 9",
@@ -106,6 +109,41 @@ def test_state_that_belongs_to_rows_needs_the_same_rows_in_all_phases():
         _with_model(whole, Carries).require_trainable()
 
 
+def test_parameters_whose_shape_follows_the_rows_are_refused_before_the_first_phase():
+    class Follows(type(experiment().model)):
+        def init(self, rng, batch):
+            return {**super().init(rng, batch), "~rows": {"w": np.zeros(batch["inputs"].shape[1], np.float32)}}
+
+    whole = experiment()
+    fields = {f.name: getattr(whole.model, f.name) for f in dataclasses.fields(whole.model)}
+    with pytest.raises(UserError, match="phase 2 has other rows than phase 1, and the model's parameters have other"):
+        dataclasses.replace(whole, model=Follows(**fields)).require_trainable()
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        ({"batch_size": 20}, "phase 2 of 2: batch_size = 20 does not divide over 16 groups of chips"),
+        ({"task": renga.text.files(train=("nowhere/*.txt",), length=32, num_streams=4, vocabulary=BYTES)}, "nowhere"),
+    ],
+)
+def test_a_later_phase_that_does_not_fit_is_refused_before_the_first_step(tmp_path, phase, said):
+    trainer = renga.Trainer(
+        model=renga.transformer.Transformer(
+            vocab_size=BYTES.size, dtype="float32", num_layers=1, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2
+        ),
+        task=renga.text.python_source(length=32, num_streams=4, vocabulary=BYTES),
+        optimizer=renga.optimizers.adamw(learning_rate=renga.optimizers.constant(1e-3)),
+        strategy=renga.strategies.data_parallel(),
+        run_dir=str(tmp_path / "run"),
+        batch_size=16,
+        phases=(Phase(after=2, **phase),),
+    )
+    with pytest.raises(UserError, match=said):
+        trainer.fit(3)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def _with_model(whole, carries):
     class Model(type(whole.model)):
         init_carry = carries.init_carry
@@ -129,6 +167,8 @@ def test_epochs_are_counted_by_phase_where_the_size_of_the_data_is_known():
     assert span.repeats() == []
     [span] = dataclasses.replace(own, max_epochs=2.0).spans()
     assert "read 4.50 times by step 9, and max_epochs = 2: end after step 4" in span.repeats()[0]
+    assert "read 2.50 times by step 5," in span.repeats(5)[0]
+    assert span.repeats(4) == []
 
 
 @pytest.mark.covers("T16")

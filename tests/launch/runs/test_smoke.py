@@ -109,6 +109,23 @@ def test_the_phases_of_a_smoke_run_differ_as_those_of_the_experiment():
     assert (only.last_step, only.experiment.total_steps) == (20, 20)
 
 
+def test_a_model_of_few_positions_gets_as_many_as_the_rows_of_a_smoke_run_have():
+    bindings = ["LENGTH = 64", "transformer.Transformer.max_positions = 64"]
+    small = smoke.shrink(loader.load("gin/quickstart.gin", bindings=bindings).build())
+    assert small.row_length == small.model.max_positions == smoke.LENGTH
+    assert small.data_problems(prepared=False) == []
+
+
+def test_chunks_of_different_length_in_phases_are_shrunk_together():
+    bindings = ["PHASES = (@long/experiment.Phase(),)", "long/experiment.Phase.after = 1000"]
+    bindings += ["from launch import experiment", "long/experiment.Phase.task = @long/chunked.rows()"]
+    bindings += ["long/chunked.rows.length = 8192", "chunked.rows.task = @text.files()", "DATA = 'x'"]
+    whole = loader.load("gin/long/chunks.gin", bindings=bindings).build()
+    first, second = (span.experiment for span in smoke.shrink_phases(whole))
+    assert 2 * first.row_length == second.row_length
+    assert second.task.whole.spec(16)["inputs"].shape[1] == 2 * second.row_length
+
+
 def test_pieces_of_a_row_have_the_length_that_the_kernel_needs():
     bindings = ["include 'gin/strategies/context.gin'", "transformer.Transformer.attention = 'splash'", "LENGTH = 512"]
     whole = loader.load("gin/quickstart.gin", bindings=bindings, slice_name="v4-8").build()

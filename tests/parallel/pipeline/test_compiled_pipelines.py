@@ -108,9 +108,8 @@ def test_left_to_the_partitioner_weights_and_gradients_travel_at_every_tick(monk
 
     def automatic(*args, original=region.region):
         at = original(*args)
-        return at._replace(
-            rows=(), stored=jax.tree.map(lambda spec: P(), at.stored, is_leaf=lambda a: isinstance(a, P))
-        )
+        none = jax.tree.map(lambda spec: P(), at.stored, is_leaf=lambda a: isinstance(a, P))
+        return at._replace(rows=(), stored=none, held=none)
 
     monkeypatch.setattr(region, "region", automatic)
     inside = inside_of_ticks(compile_("gpipe", 8))
