@@ -141,7 +141,7 @@ def train_step(
         found, grads = _statistics(optimizer, grads, state, out.extras, loss) if with_statistics else ({}, grads)
         params, opt_state = optimizer.update(grads, state.opt_state, state.params, out.extras, value=loss)
         metrics = {
-            **out.metrics,
+            **_require_sums(out.metrics),
             **found,
             "loss": loss,
             **_learning_rate(optimizer, state, opt_state),
@@ -227,9 +227,25 @@ def answer_step(
         else:
             _, out = model.loss(params, model.init_carry(batch), rng, batch, is_training=False)
             answers = {}
-        return {**out.metrics, "loss": WeightedSum(out.loss_sum, out.weight_sum)}, answers
+        return {**_require_sums(out.metrics), "loss": WeightedSum(out.loss_sum, out.weight_sum)}, answers
 
     return run
+
+
+_RESERVED = ("step", "tag", "text", "time_seconds")  # keys of lines in metrics.jsonl
+
+
+def _require_sums(metrics: Mapping[str, Any]) -> Mapping[str, WeightedSum]:
+    """Raises UserError if a model's metrics are not weighted sums of scalars, or have a reserved name."""
+    for name, value in metrics.items():
+        if not isinstance(value, WeightedSum) or any(jnp.shape(part) for part in value):
+            raise UserError(
+                f"the model's metric {name!r} is {type(value).__name__}, expected WeightedSum(total, weight) of two "
+                "scalars: sums over the rows of the batch, whose quotient is the mean"
+            )
+        if name in _RESERVED:
+            raise UserError(f"the model's metric {name!r} has a reserved name: choose another than {_RESERVED}")
+    return metrics
 
 
 def _without_carry(result: tuple[Params, tuple[Any, LossOutput]]) -> tuple[Params, LossOutput]:

@@ -3,8 +3,9 @@
 from core import logical, optimizers, random_bits
 from core.batches import Field
 from core.errors import UserError
-from core.types import LossOutput
+from core.types import LossOutput, WeightedSum
 from launch.loaded_model import load
+from launch.phases import Phase
 from models.decoder import transformer
 from models.haiku_model import HaikuModel
 from parallel import strategies
@@ -18,10 +19,12 @@ __all__ = [
     "Field",
     "HaikuModel",
     "LossOutput",
+    "Phase",
     "SampledTask",
     "Sampling",
     "Trainer",
     "UserError",
+    "WeightedSum",
     "load",
     "logical",
     "optimizers",

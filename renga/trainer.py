@@ -14,8 +14,9 @@ from core.checkpoints import copying, steps
 from core.checkpoints.warm_start import GivenParameters
 from core.errors import UserError, check_integer
 from core.files import paths
+from core.hosts import activity
 from core.optimizers import Optimizer, Transformation
-from core.training import metrics, scoring
+from core.training import compilation, metrics, scoring
 from core.training.run_lock import RunLock
 from core.types import Model, Params, Task
 from launch import loaded_model
@@ -132,6 +133,8 @@ class Trainer:
             stack.enter_context(lock.explaining())
             experiment = self._on_devices(total_steps=max(steps, self._experiment.total_steps))
             experiment.require_trainable()
+            activity.at(activity.OPENING)
+            compilation.found_at_start.cache_clear()  # of an earlier call
             stack.enter_context(Waiting())
             prepare = functools.partial(self._prepared, experiment, last_step=steps, started=time.monotonic())
             return train.run_alone(experiment, prepare, self.run_dir, last_step=steps, lock=lock)

@@ -22,6 +22,7 @@ GENERATION_CONFIG = "generation_config.json"
 PROCESSOR, PREPROCESSOR = "processor_config.json", "preprocessor_config.json"  # of models that read images
 CHAT_TEMPLATE = "chat_template.json"  # of their older folders
 TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # folder of named ones, such as tool_use.jinja
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -38,6 +39,7 @@ PROCESSOR_FILES = (PROCESSOR, PREPROCESSOR, CHAT_TEMPLATE)
 SMALL_FILES = (CONFIG, *TOKENIZER_FILES, *PROCESSOR_FILES)
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of the library PEFT
+_REPLACED = (CONFIG, *WEIGHTS, ADAPTER_CONFIG, ADAPTER)  # by an upload, also if it has others
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FOLDER, _LIST = "published", "copies.json"
 
@@ -52,7 +54,7 @@ def small_files(text: str) -> paths.Path:
     """Returns the folder with a model's configuration and tokenizer, or its copy in the run."""
     if copy := copy_of(text):
         return copy
-    _used[text] = _fetched(text, SMALL_FILES)
+    _used[text] = _fetched(text, (*SMALL_FILES, f"{MORE_TEMPLATES}/*.jinja"))
     return _used[text]
 
 
@@ -93,6 +95,11 @@ def weights(text: str) -> paths.Path:
     Raises UserError for an adapter, or a download that fails or lacks safetensors.
     """
     folder = _fetched(text, (*WEIGHTS, ADAPTER_CONFIG))
+    if text.startswith(HUB) and (index := folder / WEIGHTS[2]).exists():  # which may name its files in another way
+        named = read_object(index).get("weight_map", {})
+        names = {name for name in named.values() if isinstance(name, str)} if isinstance(named, dict) else set()
+        missing = sorted(name for name in names if not (folder / name).exists())
+        folder = _fetched(text, tuple(missing)) if missing else folder
     if adapters := [name for name in (ADAPTER_CONFIG, ADAPTER) if (folder / name).exists()]:
         raise UserError(
             f"{text} has {' and '.join(adapters)}: an adapter beside a model would change what it computes, and is not "
@@ -169,8 +176,21 @@ def keep_copies(run_dir: str) -> None:
                 copy.write_bytes((found / name).read_bytes())
             elif copy.exists():
                 copy.unlink()
+        copy_templates(found, folder / listed[text])
     if listed:
         paths.write_text_atomically(folder / _LIST, json.dumps(listed, indent=1) + "\n")
+
+
+def copy_templates(folder: paths.Path, to: paths.Path) -> None:
+    """Copies the named chat templates of a model's folder, and removes others."""
+    found, copies = ((place / MORE_TEMPLATES) for place in (folder, to))
+    named = {file.name: file for file in found.glob("*.jinja")} if found.exists() else {}
+    for copy in copies.glob("*.jinja") if copies.exists() else ():
+        if copy.name not in named:
+            copy.unlink()
+    for name, file in named.items():
+        copies.mkdir(exist_ok=True)
+        (copies / name).write_bytes(file.read_bytes())
 
 
 def use_copies(run_dir: str | None) -> None:
@@ -242,8 +262,8 @@ def check_name(name: str) -> None:
 def push(folder: paths.Path, name: str) -> str:
     """Uploads a folder to a repository of the Hugging Face Hub; returns its address.
 
-    The repository OWNER/NAME is created (private) if it does not exist. Raises UserError if `name` is malformed or the
-    upload fails.
+    The repository OWNER/NAME is created (private) if it does not exist; weights of an earlier upload are deleted.
+    Raises UserError if `name` is malformed or the upload fails.
     """
     check_name(name)
     import huggingface_hub
@@ -251,7 +271,9 @@ def push(folder: paths.Path, name: str) -> str:
     hub: Any = huggingface_hub.HfApi()
     try:
         address = hub.create_repo(name, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Export")
+        hub.upload_folder(
+            repo_id=name, folder_path=str(folder), commit_message="Export", delete_patterns=list(_REPLACED)
+        )
     except Exception as error:  # of many types: the hub's, the network's, the disk's
         raise UserError(
             f"--push {name}: the upload failed ({_said(error)}); {folder} is complete. Is HF_TOKEN set to a token that "

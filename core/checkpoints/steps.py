@@ -96,7 +96,9 @@ def has_folder(text: str) -> bool:
 
 
 def _is_folder_of_steps(folder: paths.Path) -> bool:
-    return folder.name == FOLDER or (folder.name == PARAMS_FOLDER and (folder.parent / FOLDER).exists())
+    if folder.name == FOLDER:
+        return not (folder / FOLDER).exists()  # else it is a run of this name
+    return folder.name == PARAMS_FOLDER and (folder.parent / FOLDER).exists()
 
 
 def folders_of(run: str) -> list[paths.Path]:

@@ -158,8 +158,13 @@ class Checkpoints:
             finish = writing.begin(folder, state, data=streams, meta=files, fail=under_way.fail)
             return lambda: _finish(finish, directory, kept)
 
-        with self._forgetting_failures():
-            self._writing.start(begin)
+        try:
+            with self._forgetting_failures():
+                self._writing.start(begin)
+        except KeyboardInterrupt:  # nothing was handed to a thread, so there is nothing to wait for
+            self._writing = None
+            self._quiet.close()
+            raise
 
     def unscored(self) -> list[int]:
         """Returns the complete steps without a value of `keep_best`, ascending; [] if that is "". Not collective."""
@@ -264,7 +269,7 @@ class Checkpoints:
                 return None, said
             if self._origin and source:
                 state = _completed(state, abstract_state, self._origin.read(source, described, abstract_state))
-        self.left_out = left_out
+        self.left_out = self._origin.still_frozen(left_out) if self._origin and left_out else left_out
         return (state, data, described.meta), ""
 
     def _opened(self, step: int, left_out: LeftOut) -> ParameterSource:

@@ -76,6 +76,12 @@ class Origin(NamedTuple):
     open_source: OpenSource
     specs: Specs
 
+    def still_frozen(self, left_out: LeftOut) -> LeftOut | None:
+        """Returns the entry with only the arrays that are frozen now, which checkpoints may go on to leave out."""
+        specs = reading.by_name({"params": self.specs})
+        arrays = [name for name in left_out.arrays if name not in specs or not specs[name].trainable]
+        return left_out._replace(arrays=arrays) if arrays else None
+
     def read(self, source: ParameterSource, described: Description, abstract_state: Any) -> dict[str, jax.Array]:
         """Returns the arrays that a step leaves out, by name. Raises UserError if their fingerprints differ."""
         return read_left_out(source, described, left_out_of(described, abstract_state, self.specs))

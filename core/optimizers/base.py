@@ -132,7 +132,8 @@ class Optimizer:
     def evaluated(self, params: Params, state: Any) -> Params:
         """Returns the parameters to evaluate and export: the averaged ones if the optimizer averages."""
         if self.averages is not None:
-            return _merged(self.averages(state), params)
+            found = _merged(self.averages(state), params)  # averages may be wider
+            return jax.tree.map(lambda average, p: average.astype(p.dtype), found, params)
         for found in nodes(state, optax.contrib.ScheduleFreeState):
             own = jax.tree.map(lambda z, p: z if _is_masked(z) else p, found.z, params, is_leaf=_is_masked)
             average = optax.contrib.schedule_free_eval_params

@@ -198,17 +198,27 @@ def averaged(*, optimizer: Optimizer | Transformation, decay: float = 0.999) -> 
                     f"averaged: the optimizer already averages its parameters ({found[0]}); use it alone, because "
                     "evaluation reads one average"
                 )
-            return AverageState(inner, jax.tree.map(jnp.copy, kept(params)))  # a step may donate both
+            return AverageState(inner, jax.tree.map(jnp.copy, _widened(kept(params))))  # a step may donate both
 
         def update(grads: Params, state: AverageState, params: Params, **extra: Any) -> tuple[Params, AverageState]:
             updates, inner = rule.update(grads, state.inner, params, **extra)
-            changed = kept(optax.apply_updates(params, updates))
+            changed = _widened(kept(optax.apply_updates(params, updates)))
             average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state.average, changed)
             return updates, AverageState(inner, average)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
     return dataclasses.replace(optimizer, rule=complete, averages=lambda state: state.average)
+
+
+def _widened(params: Params) -> Params:
+    """Returns parameters in at least float32, because an average moves by small parts of them."""
+
+    def wide(value: jax.Array) -> jax.Array:
+        is_floating = jnp.issubdtype(value.dtype, jnp.floating)
+        return value.astype(jnp.promote_types(value.dtype, jnp.float32)) if is_floating else value
+
+    return jax.tree.map(wide, params)
 
 
 class SignState(NamedTuple):

@@ -32,8 +32,12 @@ def check_ranges(where: str, **values: Any) -> None:
     """Raises UserError, naming `where`, if a value is out of the range of its name."""
     for name, value in values.items():
         allowed, expected = _RANGES[name]
-        if not allowed(value):
-            raise UserError(f"{where}: {name} = {value}: expected {expected}")
+        try:
+            fits = allowed(value)
+        except TypeError:  # such as text
+            fits = False
+        if not fits:
+            raise UserError(f"{where}: {name} = {value!r}: expected {expected}")
 
 
 def constant(value: float) -> Schedule:

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     limits = {"vocab": model.vocab_size}
     written = published.tensors_of(read, kept_shapes, kept_specs, exported.sources, limits=limits, dtype=stored)
     options: dict[str, Any] = {"stem": "adapter_model", "shard_bytes": math.inf} if is_adapter else {}  # as PEFT reads
-    size = published.write(out, itertools.chain(written, exported.others(stored)), **options)
+    with reading.refusing_damage(step):
+        size = published.write(out, itertools.chain(written, exported.others(stored)), **options)
     _write_small_files(experiment, exported, out)
     config = exported.config if is_adapter else {**exported.config, "torch_dtype": dtype}
     paths.write_text_atomically(out / exported.file, json.dumps(config, indent=2) + "\n")  # last: it marks the end
@@ -269,6 +270,7 @@ def _write_small_files(experiment: Experiment, exported: Exported, out: paths.Pa
     for name in published_files.TOKENIZER_FILES:
         if (vocabulary.folder / name).exists():
             (out / name).write_bytes((vocabulary.folder / name).read_bytes())
+    published_files.copy_templates(vocabulary.folder, out)
     older = vocabulary.folder / published_files.CHAT_TEMPLATE
     if older.exists() and not (out / published_files.TEMPLATE).exists():  # it comes before that of the tokenizer
         (out / published_files.TEMPLATE).write_text(published_files.read_object(older)["chat_template"])

@@ -62,10 +62,11 @@ def _show_tables(results: Scores) -> None:
     scored = scored if share is None else f"scored {Scored(first['scored'], share).describe('token')}"
     print(f"\n{results.about['evaluated_on']}; {scored}")
     means = [found["means"] for found in results.checkpoints]
-    names = [n for n in FIRST if n in means[0]] + sorted(set(means[0]) - {*FIRST, *_CONSTANT})
-    console.print(_table(names, [[m[name] for name in names] for m in means], labels))
+    every = {name for found in means for name in found}  # a metric without weight has no mean
+    names = [n for n in FIRST if n in every] + sorted(every - {*FIRST, *_CONSTANT})
+    console.print(_table(names, [[m.get(name) for name in names] for m in means], labels))
     for name, curve in first["by_step"].items():
-        rows = [found["by_step"][name] for found in results.checkpoints]
+        rows = [found["by_step"].get(name, [None] * len(curve)) for found in results.checkpoints]
         table = _table([str(step) for step in range(1, len(curve) + 1)], rows, labels, digits=3)
         console.print(Group(f"{name} after each recursion step", table))
     if "by_position" in first:
@@ -91,13 +92,13 @@ def _pass_at_k(found: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Gro
 
 
 def _table(
-    headings: Sequence[str], rows: Sequence[Sequence[float]], labels: Sequence[str], *, digits: int = 4
+    headings: Sequence[str], rows: Sequence[Sequence[float | None]], labels: Sequence[str], *, digits: int = 4
 ) -> Table:
     table = Table("", box=box.SIMPLE)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for label, values in zip(labels, rows, strict=True):
-        table.add_row(label, *(f"{value:.{digits}f}" for value in values))
+        table.add_row(label, *("-" if value is None else f"{value:.{digits}f}" for value in values))
     return table
 
 

@@ -166,9 +166,11 @@ class ChatFiles(Corpus):
         return f"{len(splits['validation']):,} of {total}, by hash (or set VALIDATION_DATA)"
 
     def fingerprint(self) -> str:
-        listing = [
-            (file.name, file.size_bytes) for patterns in (self.train, self.validation) for file in list_files(patterns)
-        ]
+        train, validation = (
+            [(file.name, file.size_bytes) for file in list_files(patterns)]
+            for patterns in (self.train, self.validation)
+        )
+        listing = [train, validation] if validation else train
         return hashlib.sha256(repr(listing).encode()).hexdigest()
 
     def content_hash(self) -> str:

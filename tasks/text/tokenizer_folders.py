@@ -256,6 +256,8 @@ class FolderTokenizer(ChatVocabulary):
     @functools.cache  # noqa: B019 (a tokenizer lives as long as its process)
     def _template(self, name: str | None) -> TemplateProcess:
         file, older = self.folder / "chat_template.jinja", self.folder / published_files.CHAT_TEMPLATE
+        own = self.folder / published_files.MORE_TEMPLATES / f"{name}.jinja"
+        file = own if name is not None and own.exists() else file
         source = _read_text(file) if file.exists() else self._template_setting(name)
         if not file.exists() and older.exists():
             source = published_files.read_object(older).get("chat_template", source)

@@ -202,7 +202,11 @@ def _read(file: paths.Path) -> dict[str, Any] | None:
 def _listed(source: TextFiles | Tfds | HuggingFace) -> list[dict[str, Any]]:
     if not isinstance(source, TextFiles):
         return [{"path": source.describe(), "bytes": 0, "version": None}]
-    return listing({file.path: file.size_bytes for split in SPLITS for file in source.files(split)})
+    found = listing({file.path: file.size_bytes for split in SPLITS for file in source.files(split)})
+    if not source.validation:
+        return found  # one file may be in both splits
+    held_out = {file.path for file in source.files("validation")}
+    return [{**entry, "split": "validation" if entry["path"] in held_out else "train"} for entry in found]
 
 
 def listing(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -266,7 +270,10 @@ def _require_unchanged(out: str, before: Sequence[Mapping[str, Any]], now: Seque
             changed.append(f"{key} is gone")
             continue
         path, size, version = (found[key][name] for name in ("path", "bytes", "version"))
-        if size != entry["bytes"]:
+        split = found[key].get("split")
+        if "split" in entry and entry["split"] != split:
+            changed.append(f"{path} is in {split} now, before in {entry['split']}")
+        elif size != entry["bytes"]:
             changed.append(f"{path} has {size:,} bytes, before {entry['bytes']:,}")
         elif _differs({**entry, "path": path}, version):
             changed.append(f"{path} has other content")

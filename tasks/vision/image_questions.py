@@ -178,8 +178,11 @@ class ImageQuestions:
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        files = [(file.name, file.size_bytes) for file in self._files]
-        read = repr(files if self.validation_files else (files, _HELD_OUT))
+        train, validation = (
+            [(file.name, file.size_bytes) for file in list_files(patterns)]
+            for patterns in (self.train_files, self.validation_files)
+        )
+        read = repr([train, validation] if self.validation_files else (train, _HELD_OUT))
         return fingerprint_of(hashlib.sha256(read.encode()).hexdigest()[:16], content_hash.of_files(self._files))
 
     def rehearsal(self) -> Any:
@@ -558,4 +561,4 @@ def _patterns(value: str | Sequence[str] | None, name: str, folder: str) -> tupl
     patterns = paths.patterns(value)
     for pattern in patterns:
         check_text(pattern, where=f"vision.questions.{name}")
-    return tuple(f"{folder}/{pattern}" for pattern in patterns) if folder else patterns
+    return tuple(f"{paths.literal(folder)}/{pattern}" for pattern in patterns) if folder else patterns

@@ -66,7 +66,13 @@ def read_question(path: str, number: int, line: bytes, *, kinds: Sequence[str] =
     image = named = record["image"]
     if not image.startswith("/") and not paths.is_remote(image):
         named = posixpath.normpath(posixpath.join(posixpath.dirname(name), image))
-        image = str(paths.resolve(path).parent / image)
+        folder = str(paths.resolve(path).parent)
+        bucket, inside = folder.split("/", 3)[:3], folder.split("/", 3)[3:]  # gs:, an empty part, the bucket
+        image = (
+            "/".join([*bucket, posixpath.normpath(posixpath.join(*inside, image))])
+            if paths.is_remote(folder)
+            else f"{folder}/{image}"
+        )
     text = (record["question"], record["answer"], kind if kinds else "")
     return Question(where, image, *text, float(weight), grid, cells, named)
 

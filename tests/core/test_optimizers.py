@@ -56,6 +56,22 @@ def test_impossible_schedules_are_refused(wrong, message):
             schedule(peak=1.0, **wrong)
 
 
+def test_an_average_of_bfloat16_parameters_follows_them():
+    """In bfloat16, 0.999 is 1 and the average would stay where it began."""
+    specs = {"w": ParamSpec((None,), dtype="bfloat16")}
+    rule = optimizers.averaged(optimizer=optimizers.adamw(learning_rate=optimizers.constant(0.0)), decay=0.999)
+    bound, start = rule.bound(specs), {"w": jnp.ones(3, jnp.bfloat16)}
+    state, after = bound.init(start), {"w": -jnp.ones(3, jnp.bfloat16)}
+
+    def more(state, _):
+        return bound.update(after, state, after, ())[1], None
+
+    state, _ = jax.lax.scan(more, state, None, length=4000)
+    found = bound.evaluated(after, state)["w"]
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(found), 2 * 0.999**4000 - 1, atol=0.01)
+
+
 @pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf")])
 def test_rates_that_cannot_be_are_refused(value):
     with pytest.raises(ValueError, match=rf"learning rate: peak = {value}: expected at least 0"):
@@ -75,14 +91,14 @@ def test_rates_that_cannot_be_are_refused(value):
         ("adafactor", "decay_rate", (0.0,), "above 0"),
         ("adafactor", "clip_update", (-1.0,), "above 0"),
         ("adafactor", "min_factored", (0,), "at least 1"),
-        ("adamw adafactor lion muon", "weight_decay", (-0.1,), "at least 0, and finite"),
+        ("adamw adafactor lion muon", "weight_decay", (-0.1, None, "0.1"), "at least 0, and finite"),
         ("adamw adafactor lion muon", "clip_norm", (0.0, -1.0), "above 0, or None"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make, name, values, expected):
     for optimizer in make.split():
         for value in values:
-            with pytest.raises(ValueError, match=rf"{optimizer}: {name} = {value}: expected {expected}"):
+            with pytest.raises(ValueError, match=rf"{optimizer}: {name} = {value!r}: expected {expected}"):
                 getattr(optimizers, optimizer)(learning_rate=optimizers.constant(1.0), **{name: value})
 
 

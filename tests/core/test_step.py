@@ -57,6 +57,26 @@ def start(model=None, rows=4):
     return step.create(model or Line(), sgd(), {"~": {"w": jnp.float32(2.0), "idle_norm": jnp.ones(())}}, batch(rows))
 
 
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"accuracy": jnp.float32(0.5)}, "'accuracy' is .*expected WeightedSum"),
+        ({"accuracy": (jnp.float32(1), jnp.float32(2))}, "'accuracy' is tuple, expected WeightedSum"),
+        ({"accuracy": WeightedSum(jnp.ones(3), jnp.float32(3))}, "of two scalars"),
+        ({"tag": WeightedSum(jnp.float32(1), jnp.float32(2))}, "'tag' has a reserved name"),
+    ],
+)
+def test_metrics_that_cannot_be_averaged_or_written_are_refused(metrics, said):
+    class Measuring(Line):
+        def loss(self, *given, **options):
+            carry, out = super().loss(*given, **options)
+            return carry, out._replace(metrics=metrics)
+
+    for made in (step.eval_step(Measuring(), sgd(), seed=0), step.train_step(Measuring(), sgd(), seed=0)):
+        with pytest.raises(UserError, match=said):
+            jax.eval_shape(made, start(), batch())
+
+
 @pytest.mark.covers("T01")
 def test_one_step_by_hand():
     state, metrics = jax.jit(step.train_step(Line(), sgd(), seed=0))(start(), batch(weights=[1.0, 1.0, 0.0, 2.0]))

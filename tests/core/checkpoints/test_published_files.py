@@ -1,6 +1,7 @@
 """Files of published models: where they are found, which ones a run keeps, and which are uploaded."""
 
 import base64
+import fnmatch
 import hashlib
 import http.server
 import json
@@ -33,6 +34,22 @@ def test_a_model_of_the_hub_is_downloaded_once_and_errors_say_what_to_do(tmp_pat
         published_files.weights("hf://owner/gated")
     with pytest.raises(UserError, match="names no model"):
         published_files.weights("hf://owner")
+
+
+def test_files_of_the_hub_that_only_the_index_names_are_downloaded(tmp_path, monkeypatch):
+    shards = ["model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors"]
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[0]}}
+    there = {"model.safetensors.index.json": json.dumps(index), "README.md": "x", **dict.fromkeys(shards, "")}
+
+    def download(name, *, revision, allow_patterns):
+        for file, content in there.items():
+            if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns):
+                (tmp_path / file).write_text(content)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    published_files.weights("hf://owner/qwen")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*there} - {"README.md"})
 
 
 def test_all_files_of_a_model_are_of_the_revision_that_was_read_first(tmp_path, monkeypatch):
@@ -193,11 +210,16 @@ def exported(tmp_path):
 @pytest.mark.covers("C17")
 def test_an_export_is_uploaded_and_its_token_is_shown_nowhere(hub, exported, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_right")
+    earlier = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json"]
+    hub["files"] = [*earlier, "config.json", "model.safetensors", "README.md", "tokenizer.json"]
     assert published_files.push(exported, "owner/name").endswith("/owner/name")
     assert hub["created"]["visibility"] == "private"
     assert (hub["created"]["organization"], hub["created"]["name"]) == ("owner", "name")
     assert hub["objects"] == {hashlib.sha256(b"weights").hexdigest(): b"weights"}
-    files = {line["value"]["path"]: line["value"] for line in hub["commit"] if line["key"] != "header"}
+    deleted = [line["value"]["path"] for line in hub["commit"] if line["key"] == "deletedFile"]
+    assert sorted(deleted) == sorted(earlier)
+    written = [line["value"] for line in hub["commit"] if line["key"] in ("file", "lfsFile")]
+    files = {value["path"]: value for value in written}
     assert base64.b64decode(files["config.json"]["content"]) == b"{}"
     assert files["model.safetensors"]["oid"] == hashlib.sha256(b"weights").hexdigest()
     said = capsys.readouterr()

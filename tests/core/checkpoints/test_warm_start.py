@@ -276,6 +276,15 @@ def restored(program, run, source):
     return state
 
 
+def test_checkpoints_leave_out_only_what_is_still_frozen(saved, adapted):
+    (_, base), (_, run) = saved, adapted
+    left_out = steps.read(steps.find(f"{run}@3")).left_out
+    same, none, some = (program_of(strategies.fsdp(), frozen=names) for names in (FROZEN, (), ("layers/*/query",)))
+    assert origin(same, base).still_frozen(left_out) == left_out
+    assert origin(none, base).still_frozen(left_out) is None
+    assert origin(some, base).still_frozen(left_out).arrays == [name for name in left_out.arrays if "query" in name]
+
+
 @pytest.mark.covers("N07")
 def test_frozen_parameters_are_left_out_and_read_from_their_source_again(saved, adapted):
     (_, base), (state, run) = saved, adapted

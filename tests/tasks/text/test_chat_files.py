@@ -46,6 +46,15 @@ def make_task(pattern, tokenizer, **changes):
     return text.chats(**{"train": str(pattern), "length": LENGTH, "num_streams": 2, "vocabulary": tokenizer} | changes)
 
 
+def test_data_that_move_between_the_splits_are_other_data(tmp_path, tokenizer):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps({'messages': ask(n)})}\n" for n in range(30)))
+    a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
+    splits = [([a, b], None), (a, b), (b, a)]
+    found = {make_task("", tokenizer, train=train, validation=held).fingerprint() for train, held in splits}
+    assert len(found) == 3
+
+
 def test_a_pattern_that_is_no_text_is_named(tokenizer):
     with pytest.raises(UserError, match=r"text\.chats\.train is 3"):
         make_task("", tokenizer, train=[3])

@@ -6,7 +6,9 @@ import pathlib
 
 import pytest
 
+from core.checkpoints import published_files
 from core.errors import UserError
+from core.files import paths
 from tasks.text import vocabularies
 
 HERE = pathlib.Path(__file__).parent / "fixtures"
@@ -105,6 +107,21 @@ def test_one_of_several_templates_is_for_tools(tmp_path):
     assert tokenizer.chat([]) == "default"
     assert tokenizer.chat([], tools=[]) == "tool_use"
     assert tokenizer_with(tmp_path / "b", templates[:1], {}).chat([], tools=[]) == "default"
+
+
+def test_templates_in_files_of_their_own_are_for_tools_too(tmp_path):
+    tokenizer = tokenizer_with(tmp_path / "a", "unused", {"eos_token": "<|im_end|>"})
+    (tmp_path / "a" / "chat_template.jinja").write_text("default")
+    (tmp_path / "a" / "additional_chat_templates").mkdir()
+    (tmp_path / "a" / "additional_chat_templates" / "tool_use.jinja").write_text("tool_use")
+    assert tokenizer.chat([]) == "default"
+    assert tokenizer.chat([], tools=[]) == "tool_use"
+    for to in ("b", "b"):  # a second copy changes nothing
+        (tmp_path / to).mkdir(exist_ok=True)
+        published_files.copy_templates(paths.Path(tmp_path / "a"), paths.Path(tmp_path / to))
+    assert (tmp_path / "b" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tool_use"
+    published_files.copy_templates(paths.Path(tmp_path), paths.Path(tmp_path / "b"))
+    assert not list((tmp_path / "b").rglob("*.jinja"))
 
 
 def test_a_mark_whose_place_in_the_text_is_not_known_is_an_error_where_marks_are_needed(tmp_path):

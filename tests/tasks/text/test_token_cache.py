@@ -362,6 +362,15 @@ def test_changed_sources_and_settings_are_named(tmp_path):
         tokenize(out, data, vocabulary=str(tmp_path))
 
 
+def test_files_that_move_to_the_other_split_are_named(tmp_path):
+    a, b, c = (write_lines(tmp_path / f"{name}.jsonl", TEXTS[n:]) for n, name in enumerate("abc"))
+    both = f"{tmp_path}/[ab].jsonl"
+    tokenize(tmp_path / "out", both, validation=[c])
+    with pytest.raises(UserError, match=r"b\.jsonl is in validation now, before in train"):
+        tokenize(tmp_path / "out", a, validation=[b, c])
+    tokenize(tmp_path / "out", both, validation=[c])
+
+
 def test_a_command_continues_after_its_sources_moved(tmp_path):
     """Files of other folders are compared by content; what is complete is the same whether they moved or not."""
     for folder in ("old", "new", "other"):
