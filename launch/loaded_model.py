@@ -10,6 +10,7 @@ It runs in one process, on this machine's devices.
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +35,7 @@ from parallel.generation import decoding, generating
 from parallel.generation.generating import Generator, Vectors
 from parallel.generation.sampling import GREEDY, Sampling
 from parallel.partitioner import Partitioner, Program
-from parallel.strategy import Strategy
+from parallel.strategy import Strategy, multiple_of, resolve, row_pieces, schedule_of
 from tasks import streams
 from tasks.text import vocabularies
 from tasks.text.ids import decode_continuation, stop_ids, with_bos
@@ -182,6 +183,10 @@ class LoadedModel:
                 f"{self.where} reads no images: {why if is_run else 'it is a model of text'}; leave --image out, or "
                 "give the folder of a published vision-language model"
             )
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise UserError(f"prompts is {prompts!r}: expected a list of prompts, each a text or a list of ids")
+        if any(isinstance(own, str) for own in images):
+            raise UserError(f"images is {[*images]!r}: expected a list of images for each prompt")
         of_each = [*images] or [()] * len(prompts)
         if len(of_each) != len(prompts):
             raise UserError(
@@ -422,8 +427,9 @@ def _published(
 ) -> LoadedModel:
     choice = chosen(_GIN, folder, bindings, dtype, check)
     model, vocabulary = choice.model, vocabulary_of(folder, vocab_size=choice.model.vocab_size)
-    rows = slice_of(slice_name).devices
-    program = bound(model, strategy or choice.strategy, slice_name, streams.batch_spec(rows, length=32))
+    layout = strategy or choice.strategy
+    rows, length = sizes_for(layout, slice_of(slice_name), is_tiled=model.attention == "splash")
+    program = bound(model, layout, slice_name, streams.batch_spec(rows, length=length))
     begins_with_bos = vocabulary is not None and vocabulary.begins_with_bos
     found = LoadedModel(program, None, vocabulary, folder, begins_with_bos)
     check_model(found)
@@ -431,6 +437,15 @@ def _published(
     abstract = in_compute_dtype(program)
     params = source.load(abstract, program.param_specs, progress=terminal.progress(f"parameters of {folder}"))
     return dataclasses.replace(found, params=params)
+
+
+def sizes_for(layout: Strategy, slice_: slices.Slice, *, is_tiled: bool) -> tuple[int, int]:
+    """Returns rows and positions that a layout divides. A program needs a batch; generation has rows of its own."""
+    shape = resolve(layout, slice_)
+    schedule = schedule_of(layout, shape)
+    rows = multiple_of(layout, slice_, "batch") * (schedule.num_microbatches if schedule else 1)
+    length = math.lcm(*(multiple_of(layout, slice_, name) for name in ("length", "residual_length")))
+    return math.lcm(rows, slice_.devices), math.lcm(32, length, row_pieces(layout, shape) * (128 if is_tiled else 1))
 
 
 def in_compute_dtype(program: Program) -> Any:

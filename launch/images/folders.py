@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,9 +129,11 @@ def load(
     choice = loaded_model.chosen(_GIN, folder, bindings, dtype, check)
     model: VisionLanguageModel = choice.model
     vocabulary = loaded_model.vocabulary_of(folder, vocab_size=model.decoder.vocab_size)
-    rows, layout = loaded_model.slice_of(slice_name).devices, strategy or choice.strategy
+    layout = strategy or choice.strategy
+    rows, multiple = loaded_model.sizes_for(layout, loaded_model.slice_of(slice_name), is_tiled=False)
     sizes = {"image_size": model.vision.image_size, "image_tokens": model.image_tokens}
-    length = -(-model.image_tokens // _MULTIPLE) * _MULTIPLE
+    multiple = math.lcm(_MULTIPLE, multiple)
+    length = -(-model.image_tokens // multiple) * multiple
     spec = image_questions.batch_spec(rows, length=length, has_kinds=False, **sizes)
     whole = loaded_model.bound(model, layout, slice_name, spec)
     text = loaded_model.bound(model.decoder, layout, slice_name, streams.batch_spec(rows, length=length))

@@ -186,7 +186,7 @@ def _sources(model: DecoderConfig) -> Sources:
     if model.layer_inputs is None:
         return found
     return found | {
-        "layer_embedding": Source("embed_tokens_per_layer.weight", "vocab embed"),
+        "layer_embedding": Source("embed_tokens_per_layer.weight", "vocab layer_inputs"),
         "layer_projection": Source("per_layer_model_projection.weight", "_ embed"),
         "layer_projection_norm": Source("per_layer_projection_norm.weight", "norm"),
     }

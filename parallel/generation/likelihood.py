@@ -5,6 +5,7 @@
 B rows, T positions, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,7 +64,10 @@ class Scorer:
         self.max_length = self._fixed or limit or usual
         is_tiled = can(model, ChoosesKernels) and model.attention == "splash"
         at = program.partitioner
-        self._unit = _TILE * strategy.row_pieces(at.strategy, at.shape) if is_tiled else 1
+        self._unit = math.lcm(
+            strategy.row_pieces(at.strategy, at.shape) * (_TILE if is_tiled else 1),
+            *(strategy.multiple_of(at.strategy, at.slice, name) for name in ("length", "residual_length")),
+        )
         everywhere = NamedSharding(program.partitioner.mesh, PartitionSpec())  # each host reads all rows
         self._sums = jax.jit(self._scored_sums, out_shardings=everywhere)
 

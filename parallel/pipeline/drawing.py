@@ -16,7 +16,9 @@ def text(schedule: Schedule, *, stages: int) -> str:
     ticks = list(schedule.timeline(stages))
     cells = [[_cell(row[stage], schedule.repeats) for row in ticks] for stage in range(stages)]
     width = max(len(cell) for line in cells for cell in line)
-    lines = [f"stage {s} | " + " ".join(cell.ljust(width) for cell in line).rstrip() for s, line in enumerate(cells)]
+    names = [f"stage {stage}".ljust(len(f"stage {stages - 1}")) for stage in range(stages)]
+    rows = [" ".join(cell.ljust(width) for cell in line).rstrip() for line in cells]
+    lines = [f"{name} | {row}" for name, row in zip(names, rows, strict=True)]
     return "\n".join([*lines, schedule.describe(stages)])
 
 

@@ -126,3 +126,14 @@ def test_padding_does_not_choose_the_factors_of_a_short_row():
     scorer = likelihood.Scorer(program, params)
     for pairs in ([short], [short, long]):
         np.testing.assert_allclose(scorer.score(pairs)[0].log_likelihood, wanted.log_likelihood, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [strategies.context(sequence=3), strategies.sequence_tensor(tensor=3)])
+def test_rows_are_padded_to_a_length_that_the_layout_divides(layout):
+    model = Transformer(vocab_size=96, num_layers=1, embed_dim=48, mlp_dim=48, num_heads=3, num_kv_heads=3)
+    at = Partitioner(layout, slice=slices.get("cpu:3"), devices=jax.devices()[:3])
+    adamw = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
+    made = likelihood.Scorer(at.program(model, adamw, streams.batch_spec(3, length=96), seed=0), None)
+    lengths = {made._length(([1] * context, [2])) for context in (5, 70, 90)}
+    assert len(lengths) > 1
+    assert {length % 3 for length in lengths} == {0}

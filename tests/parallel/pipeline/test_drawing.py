@@ -42,3 +42,8 @@ def test_the_command_prints(capsys):
     assert "use 4 or 8" in run(*uneven, code=2)
     few = ["circular", "--repeats", "2", "--stages", "4", "--microbatches", "2"]
     assert "num_microbatches = 2 is below stage = 4" in run(*few, code=2)
+
+
+def test_lines_of_many_stages_are_aligned():
+    lines = drawing.text(schedules.gpipe(num_microbatches=12), stages=12).splitlines()[:12]
+    assert {line.index("|") for line in lines} == {9}
