@@ -39,7 +39,6 @@ PROCESSOR_FILES = (PROCESSOR, PREPROCESSOR, CHAT_TEMPLATE)
 SMALL_FILES = (CONFIG, *TOKENIZER_FILES, *PROCESSOR_FILES)
 WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of the library PEFT
-_REPLACED = (CONFIG, *WEIGHTS, ADAPTER_CONFIG, ADAPTER)  # by an upload, also if it has others
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FOLDER, _LIST = "published", "copies.json"
 
@@ -262,7 +261,7 @@ def check_name(name: str) -> None:
 def push(folder: paths.Path, name: str) -> str:
     """Uploads a folder to a repository of the Hugging Face Hub; returns its address.
 
-    The repository OWNER/NAME is created (private) if it does not exist; weights of an earlier upload are deleted.
+    The repository OWNER/NAME is created (private) if it does not exist; weights that the upload replaces are deleted.
     Raises UserError if `name` is malformed or the upload fails.
     """
     check_name(name)
@@ -271,9 +270,10 @@ def push(folder: paths.Path, name: str) -> str:
     hub: Any = huggingface_hub.HfApi()
     try:
         address = hub.create_repo(name, private=True, exist_ok=True)
-        hub.upload_folder(
-            repo_id=name, folder_path=str(folder), commit_message="Export", delete_patterns=list(_REPLACED)
-        )
+        earlier = [ADAPTER_CONFIG, ADAPTER]
+        if not (folder / ADAPTER_CONFIG).exists():  # a model replaces models and adapters, an adapter only adapters
+            earlier += [CONFIG, *WEIGHTS]
+        hub.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Export", delete_patterns=earlier)
     except Exception as error:  # of many types: the hub's, the network's, the disk's
         raise UserError(
             f"--push {name}: the upload failed ({_said(error)}); {folder} is complete. Is HF_TOKEN set to a token that "

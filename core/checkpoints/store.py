@@ -161,9 +161,10 @@ class Checkpoints:
         try:
             with self._forgetting_failures():
                 self._writing.start(begin)
-        except KeyboardInterrupt:  # nothing was handed to a thread, so there is nothing to wait for
-            self._writing = None
-            self._quiet.close()
+        except KeyboardInterrupt:
+            if not under_way.has_begun:  # no thread writes, so there is nothing to wait for
+                self._writing = None
+                self._quiet.close()
             raise
 
     def unscored(self) -> list[int]:

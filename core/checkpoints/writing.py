@@ -120,6 +120,11 @@ class Writing:
         self._thread.start()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a thread continues the save."""
+        return "_thread" in vars(self)
+
+    @property
     def cost(self) -> Cost:
         """The cost of a completed save."""
         return Cost(self.step, self._blocked_seconds, self._write_seconds, self._size_bytes, self._alone)

@@ -312,7 +312,7 @@ def listed(pattern: str) -> dict[str, Listed]:
 
 
 def literal(folder: str | os.PathLike[str]) -> str:
-    """Returns a folder as the beginning of a pattern for `listed`; brackets in the name of a local one are escaped."""
+    """Returns a folder as the beginning of a pattern for `listed`; the name of a local one is taken as it is."""
     return os.fspath(folder) if is_remote(folder) else glob.escape(os.fspath(folder))
 
 

@@ -45,7 +45,11 @@ _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN[@STEP]", help="without @STEP: the latest step")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="a new or empty local folder")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="then upload it to this repository of the hub (HF_TOKEN)")
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="then upload it to this repository of the hub (HF_TOKEN), in place of weights there",
+    )
     parser.add_argument(
         "--merge", action="store_true", help="add adapters to their matrices, instead of writing a PEFT adapter"
     )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gin.config_parser import ImportStatement
 
 import gin
+from core import slices
 from core.errors import UserError
 from core.files import paths
 from gin import config as gin_engine
@@ -208,10 +209,17 @@ def _other_slices(config: checks.Configuration, kept: Sequence[Binding], wanted:
     """Yields problems of bindings that give the experiment another slice than the argument of the command."""
     for binding in kept:
         given = expand(binding.value, config.macros)
-        if binding.target is config.root and binding.parameter == "slice" and given != wanted:
+        if binding.target is config.root and binding.parameter == "slice" and not _is_same_slice(given, wanted):
             name = scoped(binding.scope, str(config.root))
             what = f"the SLICE argument {wanted!r} cannot override this binding"
             yield binding.problem(what, fix=f"{name}.slice = %SLICE, and SLICE = {render(given)} as its usual value")
+
+
+def _is_same_slice(given: Any, wanted: str) -> bool:
+    try:
+        return given == wanted or slices.get(given).name == slices.get(wanted).name
+    except UserError:
+        return False
 
 
 def _of_environment(mesh: Sequence[str]) -> list[str]:

@@ -13,7 +13,6 @@ run_directory=$state/run_directory
 run_log=$state/run.log
 ended=$state/ended     # exit code of the run, once it has ended
 command=$state/command # shell commands that start the run again after a reboot, with the secrets
-had_chips=$state/had_chips # exists if this host had TPU devices when the run was started
 sent="TPU_MESH_CONFIG TPU_AXIS_NAMES RENGA_JOIN_SECONDS XLA_FLAGS LIBTPU_INIT_ARGS WANDB_MODE" # as in environment.py
 secrets="HF_TOKEN WANDB_API_KEY RENGA_ALERT"
 settle_seconds=2
@@ -98,24 +97,11 @@ survive_reboot() {
   for name in RENGA_JOIN_SECRET $sent $secrets ${!MEGASCALE_*}; do
     [[ -z ${!name:-} ]] || printf 'export %s=%q\n' "$name" "${!name}" >>"$command"
   done
-  if has_chips; then touch "$had_chips"; else rm -f "$had_chips"; fi
   printf 'launch_detached' >>"$command"
   printf ' %q' "$@" >>"$command"
   echo >>"$command"
   write_crontab "@reboot bash $(printf %q "$root/launch/hosts/on_host.sh") after_reboot"
 }
-
-# Starts the run again. Chips that were there at its start may take a while to appear after a reboot.
-after_reboot() {
-  local tries=60
-  [[ -f $command ]] || return 0
-  if [[ -f $had_chips ]]; then
-    while ! has_chips && ((tries-- > 0)); do sleep 5; done
-  fi
-  source "$command"
-}
-
-has_chips() { compgen -G "/dev/accel*" >/dev/null || compgen -G "/dev/vfio/[0-9]*" >/dev/null; }
 
 # Rewrites the user's crontab with $1 as our line; an empty $1 removes our line.
 write_crontab() {
@@ -236,7 +222,7 @@ main() {
     stop) stop ;;
     state) state ;;
     supervised) supervised "$@" ;;
-    after_reboot) after_reboot ;;
+    after_reboot) [[ ! -f $command ]] || source "$command" ;;
     tensorboard) open_tensorboard "$@" ;;
     *) echo "$host: unknown action $action" >&2 && exit 2 ;;
   esac

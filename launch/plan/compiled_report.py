@@ -217,7 +217,7 @@ def _compiled(experiment: str, choice: str, bindings: Sequence[str], slice_name:
         problem = f"does not fit: needs {error.needed} of {error.present}"
         return StrategyResult(choice, program, None, problem=problem, needed_bytes=error.needed_bytes)
     except jax.errors.JaxRuntimeError as error:
-        return StrategyResult(choice, program, None, problem=f"the compiler failed: {str(error).splitlines()[0]}")
+        return StrategyResult(choice, program, None, problem=f"the compiler failed: {str(error).partition(chr(10))[0]}")
 
 
 def show_strategies(found: Sequence[StrategyResult], *, slice_name: str) -> None:

@@ -10,9 +10,9 @@ import jax
 
 from core import slices, versions
 from core.checkpoints import published_files, steps
-from core.errors import UserError
+from core.errors import UnreachableError, UserError
 from core.files import paths
-from core.hosts import distributed, exit_codes, interrupt
+from core.hosts import activity, distributed, exit_codes, interrupt
 from core.training import metrics
 from core.training.hooks import PreemptedError
 from core.training.run_lock import LockLostError, RunLock
@@ -198,21 +198,24 @@ def _require_later_phases(spans: Sequence[Span], run_dir: str, last_step: int) -
     """Raises UserError if a phase that this start will reach does not fit, or lacks data."""
     if environment.read("RENGA_SIMULATE") or len(spans) == 1:
         return  # the process that started the hosts has checked this
+    activity.at(activity.OPENING)
     first = _next(spans, run_dir, last_step)
     for span in spans:
         if span.number <= first.number or span.first_step >= last_step:
             continue
         try:
             span.experiment.bind(jax.devices())
-            problems = distributed.decided_by_host_zero(functools.partial(_problems_of_data, span))
+            look = functools.partial(_problems_of_data, span, last_step)
+            problems = distributed.decided_by_host_zero(look, timeout_seconds=prepared_run.DATA_SECONDS)
         except UserError as error:
-            raise UserError(f"{span}: {error}") from error
+            kind = UnreachableError if isinstance(error, UnreachableError) else UserError
+            raise kind(f"{span}: {error}") from error
         if problems:
             raise UserError(f"{span}: " + "\n".join(problems))
 
 
-def _problems_of_data(span: Span) -> list[str]:
-    return [*span.experiment.data_problems(prepared=False), *span.repeats()]
+def _problems_of_data(span: Span, last_step: int) -> list[str]:
+    return [*span.experiment.data_problems(prepared=False), *span.repeats(last_step)]
 
 
 def _require_divisible_rows(experiment: Experiment) -> None:

@@ -128,7 +128,7 @@ def test_padding_does_not_choose_the_factors_of_a_short_row():
         np.testing.assert_allclose(scorer.score(pairs)[0].log_likelihood, wanted.log_likelihood, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [strategies.context(sequence=3), strategies.sequence_tensor(tensor=3)])
+@pytest.mark.parametrize("layout", [strategies.context(sequence=3), strategies.context(sequence=3, fsdp=1)])
 def test_rows_are_padded_to_a_length_that_the_layout_divides(layout):
     model = Transformer(vocab_size=96, num_layers=1, embed_dim=48, mlp_dim=48, num_heads=3, num_kv_heads=3)
     at = Partitioner(layout, slice=slices.get("cpu:3"), devices=jax.devices()[:3])
