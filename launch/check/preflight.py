@@ -104,11 +104,7 @@ def check(
         meant, program = bound
         if not (smoked or tuned) and _sees_run(run_dir, hosts):
             findings.append(_checkpoint(path, config, experiment, program, run_dir, hosts))
-        place = run_dir
-        if tuned:
-            from launch.runs import tuning
-
-            place = f"{run_dir}/{tuning.FOLDER}"
+        place = _tuning_folder(run_dir) if tuned else run_dir
         initial, left_out = (None, ()) if smoked else _initial_parameters(meant, program, place, hosts)
         if not smoked and (hosts == "simulated" or (hosts == "here" and not slices.get(experiment.slice).is_tpu)):
             own = reading.by_name(program.abstract_state).keys() & set(left_out)  # a checkpoint may be of another model
@@ -117,6 +113,12 @@ def check(
         if initial:
             findings.append(initial)
     return Checked(tuple(findings), config, experiment, bound and bound[1])
+
+
+def _tuning_folder(run_dir: str) -> str:
+    from launch.runs import tuning
+
+    return f"{run_dir}/{tuning.FOLDER}"
 
 
 def _shipment(needed: Sequence[Path]) -> tuple[workstation.Shipment, str]:

@@ -191,8 +191,7 @@ def load(
     shown, declared = sources.display(sources.WORKSPACE / defaults), declared_macros(defaults)
     config = checks.Configuration(reader, names, root=root, defaults=shown, declared=declared)
     problems, notes, kept = checks.check(config)
-    if slice_name is not None and root == ROOT:
-        problems += _other_slices(config, kept, slice_name)
+    problems += _other_slices(config, kept, slice_name if root == ROOT else None)
     if wrong := dict.fromkeys(reader.problems + names.problems + problems):
         position = {name: number for number, name in enumerate(reader.sources)}
         raise ConfigError(str(path), sorted(wrong, key=lambda p: (position.get(p.file, len(position)), p.line)))
@@ -205,8 +204,10 @@ def load(
     return LoadedConfig(made.imports, made.bindings, reader.experiment, tuple(notes), files, config.root)
 
 
-def _other_slices(config: checks.Configuration, kept: Sequence[Binding], wanted: str) -> Iterator[ConfigProblem]:
-    """Yields problems of bindings that give the experiment another slice than the argument of the command."""
+def _other_slices(config: checks.Configuration, kept: Sequence[Binding], wanted: str | None) -> Iterator[ConfigProblem]:
+    """Yields problems of bindings that give the experiment another slice than the argument of the command, if any."""
+    if wanted is None:
+        return
     for binding in kept:
         given = expand(binding.value, config.macros)
         if binding.target is config.root and binding.parameter == "slice" and not _is_same_slice(given, wanted):

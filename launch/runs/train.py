@@ -100,9 +100,8 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         if continuation.has_ended(run_dir, config, spans, steps=args.steps):
             return exit_codes.DONE
         distributed.decided_by_host_zero(lambda: continuation.require_not_moved(run_dir, args.experiment, config.slice))
-    prepare = functools.partial(
-        prepared_run.prepare_run, config=config, revision=revision, last_step=last_step, host=host
-    )
+    given = {"config": config, "revision": revision, "last_step": last_step, "host": host}
+    prepare: Callable[..., prepared_run.Run] = functools.partial(prepared_run.prepare_run, **given)
     try:
         if args.tune:
             from launch.runs import tuning
@@ -111,13 +110,11 @@ def _train(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         elif args.check:
             smoke.rehearse_phases(spans, prepare, run_dir)
         else:
-            here = functools.partial(prepare, run_dir=run_dir)
-            run_phases(spans, here, run_dir, last_step=last_step, lock=next(iter(held), None))
+            prepare = functools.partial(prepare, run_dir=run_dir)
+            run_phases(spans, prepare, run_dir, last_step=last_step, lock=next(iter(held), None))
     except PreemptedError as stop:
-        if args.check or args.tune:
-            print(f"{host.name}: ended before it was done; the same command begins anew", flush=True)
-            return stop.exit_code
-        print("\n".join([f"{host.name}: {stop}", *getattr(stop, "__notes__", ())]), flush=True)
+        said = "ended before it was done; the same command begins anew" if args.check or args.tune else str(stop)
+        print("\n".join([f"{host.name}: {said}", *getattr(stop, "__notes__", ())]), flush=True)
         return stop.exit_code
     return exit_codes.DONE
 
