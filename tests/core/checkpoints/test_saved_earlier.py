@@ -18,7 +18,8 @@ from core.files import paths
 from core.parameters import ParamSpec
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("fsdp", "tensor"))
-SPECS = {"decoder/linear": {"w": ParamSpec((None, None)), "b": ParamSpec((None,)), "frozen": ParamSpec((None, None))}}
+FROZEN = ParamSpec((None, None), trainable=False)
+SPECS = {"decoder/linear": {"w": ParamSpec((None, None)), "b": ParamSpec((None,)), "frozen": FROZEN}}
 
 
 def state_of(step):
