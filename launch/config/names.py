@@ -97,8 +97,7 @@ class Names:
         self._module_macros = _module_macros(reader.bindings)
         others = {name: source for name, source in sources.items() if name != reader.experiment}
         named = {statement.module for source in others.values() for statement in source.imports}
-        own = {module for module in named if not f"{module}.".startswith(OURS)}  # of ours, CONSTRUCTORS says what
-        self._trust = {reader.experiment: trust.also(own)} if trust else {}
+        self._trust = {reader.experiment: trust.also(named)} if trust else {}
         self._constructors: dict[Any, Constructor] = {}
         self._folders = [folder.resolve() for folder in folders]
         make_importable(self._folders)

@@ -77,7 +77,8 @@ class Trust:
     """Decides what the configuration of a run may name: CONSTRUCTORS, optax and trusted modules."""
 
     def __init__(self, modules: Collection[str] = ()):
-        self._modules = frozenset(modules)
+        """Trusts modules; of those of this project, CONSTRUCTORS alone says what may be named."""
+        self._modules = frozenset(one for one in modules if not any(_is_within(one, ours) for ours in _FOLDERS))
 
     def also(self, modules: Collection[str]) -> "Trust":
         """Returns a copy that trusts further modules."""

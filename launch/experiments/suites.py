@@ -22,7 +22,6 @@ from core.hosts import exit_codes
 from core.training import metrics, supervise
 from launch import config, environment
 from launch.config import differences, loader
-from launch.config.names import OURS
 from launch.config.trust import Trust
 from launch.experiment import Experiment
 from launch.experiments import saved_run
@@ -185,8 +184,7 @@ def as_run(entry: Entry, *, text: str) -> Entry:
     """Returns a copy of an entry with the experiment that a run's canonical text describes."""
     if text == entry.text:
         return entry
-    named = config.parse(entry.text).imports.values()
-    trust = Trust([module for module in named if not f"{module}.".startswith(OURS)])
+    trust = Trust(list(config.parse(entry.text).imports.values()))
     return dataclasses.replace(entry, text=text, experiment=loader.load(entry.path, text=text, trust=trust).build())
 
 

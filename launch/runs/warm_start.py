@@ -16,7 +16,6 @@ from core.step import TrainState
 from core.types import Model, ReadsPublished, can, lacking
 from launch import terminal
 from launch.config import loader
-from launch.config.names import OURS
 from launch.config.trust import Trust
 from launch.experiment import OF_PYTHON, Experiment
 from launch.runs.continuation import ORDER
@@ -168,8 +167,7 @@ def _opened(model: Model, text: str) -> warm_start.ParameterSource:
 def _trust(experiment: Experiment) -> Trust:
     """Another run's configuration may also name the modules of this experiment's own classes."""
     parts = (experiment.model, experiment.task, experiment.optimizer, experiment.strategy)
-    modules = {type(part).__module__ for part in parts}
-    return Trust([module for module in modules if not f"{module}.".startswith(OURS)])
+    return Trust({type(part).__module__ for part in parts})
 
 
 def _notes(saved: warm_start.SavedParameters, experiment: Experiment) -> tuple[str, ...]:

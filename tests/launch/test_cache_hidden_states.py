@@ -141,6 +141,8 @@ def test_an_evaluation_on_hidden_states_of_another_base_is_refused(launch, train
         (("INIT_FROM = ''",), "INIT_FROM is not set: name the run or the folder of the base"),
         (("INIT_FROM = 'no/such/run'",), "no/such/run"),
         (("CHUNK = 48",), "chunk = 48 does not divide the 32 positions of a row"),
+        (("INIT_FROM = 'x'", "INIT_RENAMES = {'a': 'b'}"), "INIT_RENAMES = {'a': 'b'}: the base is read as it is"),
+        (("INIT_FROM = 'x'", "VOCAB_SIZE = 8"), "VOCAB_SIZE"),
     ],
 )
 def test_a_base_that_is_missing_and_chunks_that_do_not_divide_rows_are_refused(data, tmp_path, capsys, bindings, words):

@@ -226,6 +226,15 @@ def test_an_export_is_uploaded_and_its_token_is_shown_nowhere(hub, exported, mon
     assert "hf_right" not in said.out + said.err
 
 
+def test_an_adapter_that_is_uploaded_leaves_the_model_that_is_there(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    hub["files"] = ["config.json", "model.safetensors", "adapter_model.safetensors"]
+    published_files.push(paths.Path(tmp_path), "owner/name")
+    deleted = [line["value"]["path"] for line in hub["commit"] if line["key"] == "deletedFile"]
+    assert deleted == ["adapter_model.safetensors"]
+
+
 def test_a_refused_upload_leaves_the_folder_and_shows_no_token(hub, exported, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(

@@ -283,6 +283,30 @@ def test_states_that_cannot_be_saved_or_opened_are_refused(opened, state, tmp_pa
         opened().save(1, state=state._replace(step=3), data={}, meta={})
 
 
+def test_a_save_that_was_interrupted_before_it_was_handed_on_is_not_waited_for(opened, state, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    checkpoints = opened()
+    checkpoints.save(1, state=state, data={}, meta={})
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, state=state, data={}, meta={})
+    checkpoints.save(3, state=state, data={}, meta={})
+    checkpoints.wait()
+    assert checkpoints.latest_step() == 3
+
+
+def test_a_run_may_have_the_name_of_a_folder_of_steps(state, tmp_path):
+    run = tmp_path / "checkpoints"
+    made = store.Checkpoints(str(run / "checkpoints"), keep=2)
+    made.save(3, state=state, data={}, meta={})
+    made.close()
+    assert [str(steps.find(str(place))) for place in (run, run / "checkpoints")] == [str(run / "checkpoints" / "3")] * 2
+
+
 @pytest.mark.covers("C05")
 def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_path, monkeypatch):
     checkpoints = opened()

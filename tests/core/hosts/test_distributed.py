@@ -3,6 +3,7 @@ import time
 import pytest
 
 from core.hosts import distributed, exit_codes
+from core.training import run_lock
 
 JOIN = """
 from core.hosts import distributed
@@ -121,6 +122,13 @@ distributed.shutdown()
 def test_joining_after_a_device_was_touched_is_refused(run_hosts):
     (result,) = run_hosts(AFTER_A_DEVICE, hosts=1)
     assert "early: distributed.initialize was called after a device was initialized" in result.output, result
+
+
+def test_hosts_wait_for_host_0_while_it_watches_the_lock_of_a_lost_machine(monkeypatch):
+    given = {}
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda *_, **options: given.update(options))
+    distributed._join(distributed.Cluster(1, 2, "127.0.0.1:1"), timeout_seconds=45, heartbeat_seconds=60)
+    assert given["initialization_timeout"] > 45 + run_lock.SILENT_SECONDS
 
 
 @pytest.mark.covers("R05")

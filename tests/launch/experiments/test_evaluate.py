@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -194,6 +195,22 @@ def test_wrong_arguments_are_reported_before_anything_starts(command, monkeypatc
     code, said = command("evaluate", *(word.format(**names) for word in argv))
     assert code == 2
     assert message.format(**names) in said
+
+
+def test_a_metric_without_weight_in_a_checkpoint_has_no_figure(capsys):
+    of = {"by_step": {}, "share": None, "scored": 8}
+    checkpoints = [{**of, "means": {"loss": 0.5}}, {**of, "means": {"loss": 0.25, "precision": 0.75}}]
+    about = {"evaluated_on": "held-out rows"}
+    evaluate._show_tables(SimpleNamespace(checkpoints=checkpoints, steps=[1, 2], about=about, judge=None))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["step", "1", "0.5000", "-"] in rows
+    assert ["step", "2", "0.2500", "0.7500"] in rows
+
+
+def test_a_run_in_a_folder_that_may_not_be_entered_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved_run.os, "access", lambda folder, mode: False)
+    with pytest.raises(UserError, match="you may not enter this folder"):
+        saved_run.read(str(tmp_path))
 
 
 def test_positions_count_through_the_chunks_of_a_row():

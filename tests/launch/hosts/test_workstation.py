@@ -24,6 +24,12 @@ def start(workspace, *arguments, directory="gs://b/run", dry_run=False):
     return workstation.start([TPU], slice_=V4_16, run=run, workspace=workspace, dry_run=dry_run)
 
 
+def test_an_action_before_the_first_start_says_so(cloud, capfd):
+    assert act("status") == 1
+    said = capfd.readouterr()
+    assert "nothing was started here yet" in said.out + said.err
+
+
 def act(action, **kwargs):
     return workstation.act([TPU], action=action, log_directory="runs", dry_run=False, **kwargs)
 

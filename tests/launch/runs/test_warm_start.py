@@ -135,6 +135,7 @@ def test_fields_of_the_source_that_no_shape_shows_are_listed(folder, tmp_path, c
     assert f"  the optimizer of {where} averages parameters: the parameters are taken, not their average\n" in said
     assert said.count(where) == 3
     assert loaded_model.load(str(source)).where == f"step 3 of {source} (averaged by its optimizer)"
+    assert loaded_model.load(str(source), averaged=False).where == f"step 3 of {source}"
 
 
 def test_a_run_of_a_trainer_is_not_said_to_need_a_repair(folder, tmp_path, capsys):

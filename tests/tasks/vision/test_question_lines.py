@@ -8,6 +8,12 @@ from core.errors import UserError
 from tasks.vision import question_lines
 
 
+def test_paths_of_images_in_a_bucket_may_lead_out_of_the_folder_of_the_lines():
+    line = {"image": "../images/./7.png", "question": "q", "answer": "a"}
+    found = question_lines.read_question("gs://bucket/data/lists/a.jsonl", 1, json.dumps(line).encode())
+    assert found.image == "gs://bucket/data/images/7.png"
+
+
 @pytest.mark.parametrize(
     ("grid", "cells", "said"),
     [
