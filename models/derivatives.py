@@ -149,36 +149,41 @@ def embedded(
     ids: jax.Array,
     rows: tuple[str | None, ...],
     dtype: str,
-    entries: str | None = "vocab",
+    axes: tuple[str | None, str] = ("vocab", "embed"),
     where_stored: bool = False,
 ) -> jax.Array:
     """Returns the rows `ids` of an embedding table; their gradients are summed in the dtype of the table.
 
     Args:
-      table: [V, D], with the logical axes `entries` and embed.
+      table: [V, D], with the logical axes `axes`.
       ids: [...], int32, with the logical axes `rows`.
       where_stored: whether to look up ids where the table is stored, if its sharding allows this, and exchange the
         results, instead of gathering the table.
     """
-    specs = logical.lookup_specs((entries, "embed"), rows) if where_stored else None
+    specs = logical.lookup_specs(axes, rows) if where_stored else None
     if specs is not None:
         split = jax.lax.with_sharding_constraint
         found = split(table.astype(dtype), specs.table)[split(ids, specs.ids)]
         for move in reversed(specs.moves):
             found = split(found, move)
         return found
-    return logical.constrain(table.astype(dtype), entries, None)[ids]  # indexed by row: rows are not sharded
+    return logical.constrain(table.astype(dtype), axes[0], None)[ids]  # indexed by row: rows are not sharded
 
 
 def _embedded_back(
-    rows: tuple[str | None, ...], dtype: str, entries: str | None, where_stored: bool, saved: tuple, dy: jax.Array
+    rows: tuple[str | None, ...],
+    dtype: str,
+    axes: tuple[str | None, str],
+    where_stored: bool,
+    saved: tuple,
+    dy: jax.Array,
 ) -> tuple[jax.Array, None]:
     del dtype, where_stored
     table, ids = saved
     summed = jnp.zeros_like(table)
-    specs = logical.lookup_specs((entries, "embed"), rows)
+    specs = logical.lookup_specs(axes, rows)
     if specs is None:
-        return logical.constrain(summed, entries, None).at[ids].add(dy.astype(jnp.float32)), None
+        return logical.constrain(summed, axes[0], None).at[ids].add(dy.astype(jnp.float32)), None
     split = jax.lax.with_sharding_constraint
     for move in specs.moves:  # sent in the compute dtype, converted to float32 where it is summed
         dy = split(dy, move)

@@ -21,8 +21,8 @@ from models.decoder import layers
 from models.decoder.parts import Decoder
 
 _ROWS = ("batch", "residual_length")
-_WIDTHS = "layer_inputs"
-logical.declare(_WIDTHS, "inputs of all layers, side by side", like="embed")
+_TABLE = ("vocab", "layer_inputs")
+logical.declare(_TABLE[1], "inputs of all layers, side by side", like="embed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class LayerInputs:
             return jnp.where(jnp.arange(shape[0])[:, None] < c.vocab_size, rows, 0.0)
 
         shape = (c.stored_vocab_size, total)
-        table = logical.param("layer_embedding", shape, ("vocab", _WIDTHS), init, as_stored=True)
-        looked = derivatives.embedded(table, ids, _ROWS, c.dtype, "vocab", True)
+        table = logical.param("layer_embedding", shape, _TABLE, init, as_stored=True)
+        looked = derivatives.embedded(table, ids, _ROWS, c.dtype, _TABLE, True)
         matrix = logical.param(
             "layer_projection",
             (c.embed_dim, total),

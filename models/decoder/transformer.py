@@ -472,7 +472,7 @@ class Transformer(DecoderConfig):
             assert self.max_positions is not None
             shape, init = (self.max_positions, self.embed_dim), hk.initializers.TruncatedNormal(0.02)
             table = logical.param("position_embedding", shape, (None, "embed"), init, kind="embedding", as_stored=True)
-            x += derivatives.embedded(table, batch["positions"], rows, self.dtype, None)
+            x += derivatives.embedded(table, batch["positions"], rows, self.dtype, (None, "embed"))
         return logical.constrain(x, *rows, "embed")
 
     def _rotary_tables(self, positions: jax.Array) -> tuple[rotary.RotaryTables, ...]:

@@ -77,8 +77,15 @@ def test_numbers_of_a_family_do_not_depend_on_the_strategy(name, strategy):
 
 def test_a_table_whose_columns_do_not_divide_is_refused():
     model, data = model_of("gemma4_e4b"), next(random_batches(model_of("gemma4_e4b").vocab_size, steps=1))
-    with pytest.raises(UserError, match=r"layer_embedding: .* embed = 70 does not divide over fsdp = 4"):
+    with pytest.raises(UserError, match=r"layer_embedding: .* layer_inputs = 70 does not divide over fsdp = 4"):
         bind(model, Example("v4-8", STRATEGIES["fsdp"]), data)
+    replicated = Example("v4-8", strategies.override(STRATEGIES["fsdp"], {"layer_inputs": None}))  # as the message says
+    losses = []
+    for example in (replicated, ONE_DEVICE):
+        program = bind(model, example, data)
+        _, metrics = program.train_step(program.init(), program.put(data))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
