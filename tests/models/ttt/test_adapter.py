@@ -97,18 +97,23 @@ def changed(trajectory, module, name):
     return not np.array_equal(trajectory.params[module][name], trajectory.fresh[module][name])
 
 
+def trained(example, carry, layers):
+    base = dataclasses.replace(BASE, num_layers=layers)
+    model = dataclasses.replace(GATED, base=base, carry=carry, gating_scale=True)
+    return agreement.run(bind(model, example, batch()), random_batches(BASE.vocab_size, steps=3))
+
+
+@functools.cache
+def on_one_device(carry, layers):
+    return trained(agreement.ONE_DEVICE, carry, layers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("carry", ["none", "document"])
 def test_training_with_a_gate_agrees_with_one_device(name, carry):
     layers = 4 if name.startswith("pipeline") else BASE.num_layers  # one for each stage
-    base = dataclasses.replace(BASE, num_layers=layers)
-    model = dataclasses.replace(GATED, base=base, carry=carry, gating_scale=True)
-
-    def run(example):
-        return agreement.run(bind(model, example, batch()), random_batches(BASE.vocab_size, steps=3))
-
-    found = agreement.compare(run(agreement.EXAMPLES[name]), run(agreement.ONE_DEVICE))
+    found = agreement.compare(trained(agreement.EXAMPLES[name], carry, layers), on_one_device(carry, layers))
     print(f"{name}, {carry}: at most {max(difference.ulp for difference in found.values()):.0f} ulp")
     # Inner models start near zero, and the norm of their outputs divides rounding errors by their size: up to 1,805
     # spacings were measured. A leaf that is wrong by 1 % differs by 80,000.

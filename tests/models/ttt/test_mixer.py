@@ -93,18 +93,22 @@ def test_reconstruction_losses_are_metrics():
         assert 0 < total / weight < 10
 
 
+def trained(example, inner):
+    model = dataclasses.replace(MODEL, mixer=TTTMixer(dataclasses.replace(MODEL.mixer.config, inner=inner)))
+    return agreement.run(bind(model, example, batch(16)), random_batches(model.vocab_size, steps=3))
+
+
+@functools.cache
+def on_one_device(inner):
+    return trained(agreement.ONE_DEVICE, inner)
+
+
 @pytest.mark.slow
 @pytest.mark.covers("N04", "M02")
 @pytest.mark.parametrize("inner", ["linear", "mlp"])
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tensor", "pipeline", "pipeline_fsdp", "context_ring"])
 def test_training_agrees_with_one_device(name, inner):
-    model = dataclasses.replace(MODEL, mixer=TTTMixer(dataclasses.replace(MODEL.mixer.config, inner=inner)))
-
-    def run(example):
-        given = random_batches(model.vocab_size, steps=3)
-        return agreement.run(bind(model, example, batch(16)), given)
-
-    found = agreement.compare(run(agreement.EXAMPLES[name]), run(agreement.ONE_DEVICE))
+    found = agreement.compare(trained(agreement.EXAMPLES[name], inner), on_one_device(inner))
     # Inner models start near zero, and the norm of their outputs divides rounding errors by their size.
     assert max(difference.ulp for difference in found.values()) < 4000, found
 

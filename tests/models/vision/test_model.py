@@ -1,6 +1,7 @@
 """A decoder that sees images: choices equal what they hide, segments stay apart, layouts agree."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -195,28 +196,34 @@ def test_frozen_parts_have_no_trainable_parameter():
     assert set(found) == set(PARTS)
 
 
+def trained(example, method):
+    decoder = dataclasses.replace(subjects.DECODER, num_layers=4, num_heads=8, num_kv_heads=4)
+    tower = dataclasses.replace(subjects.TOWER, num_layers=4, embed_dim=32, num_heads=8)
+    model = subjects.model(method, decoder=decoder, vision=tower, freeze=("vision",), frozen_dtype="float32")
+    data = [subjects.batch(subjects.CHOSEN, seed=seed) for seed in range(2)]
+    return agreement.run(agreement.bind(model, OPTIMIZER, example, data[0], axes=subjects.AXES), data)
+
+
+@functools.cache
+def on_one_device(method):
+    return trained(agreement.ONE_DEVICE, method)
+
+
 @pytest.mark.covers("N11")
 @pytest.mark.slow  # 16 devices
 @pytest.mark.parametrize("name", agreement.EXAMPLES)
 def test_layouts_agree_or_are_refused(name):
     """Gumbel noise depends on rows alone; the choice of a patch is equal under every layout."""
-    decoder = dataclasses.replace(subjects.DECODER, num_layers=4, num_heads=8, num_kv_heads=4)
-    tower = dataclasses.replace(subjects.TOWER, num_layers=4, embed_dim=32, num_heads=8)
-    model = subjects.model("gumbel", decoder=decoder, vision=tower, freeze=("vision",), frozen_dtype="float32")
-    data = [subjects.batch(subjects.CHOSEN, seed=seed) for seed in range(2)]
-
-    def run(example):
-        return agreement.run(agreement.bind(model, OPTIMIZER, example, data[0], axes=subjects.AXES), data)
-
+    example, method = agreement.EXAMPLES[name], "gumbel"
     if name == "context_ring":
         with pytest.raises(UserError, match="keys that travel around a ring"):
-            run(agreement.EXAMPLES[name])
+            trained(example, method)
         return
     if "pipeline" in name or "overlapped" in name:  # these compute no gradient of the side, which has biases of keys
         with pytest.raises(UserError, match=r"depends on parameters \(\[0\].prefix.key_bias\)"):
-            run(agreement.EXAMPLES[name])
-        model = dataclasses.replace(model, selector=dataclasses.replace(model.selector, method="center"))
-    found = agreement.compare(run(agreement.EXAMPLES[name]), run(agreement.ONE_DEVICE))
+            trained(example, method)
+        method = "center"
+    found = agreement.compare(trained(example, method), on_one_device(method))
     # The second moment of the gain is the square of one sum over all patches, which cancels: 342 ulp measured.
     assert set(agreement.exceeding(name, found)) <= {"opt_state"}
     assert found["opt_state"].ulp < 1000
