@@ -18,7 +18,7 @@ from core import logical, optimizers, platforms, random_bits, slices, stack, ste
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError, named_model
 from core.optimizers import Optimizer
-from core.parameters import Specs
+from core.parameters import Specs, path_name
 from core.slices import Slice
 from core.step import TrainState
 from core.types import Batch, DataLayout, Model, Params
@@ -176,6 +176,7 @@ class Program:
             self._check_positions,
             self._check_microbatches,
             self._check_products,
+            self._check_dtypes,
             self._check_state,
         )
         if errors := [error for check in independent if (error := self._error_of(check))]:
@@ -267,6 +268,15 @@ class Program:
             raise UserError(
                 f"quantization = 'fp8': {slice_.generation} has no products in FP8 of its own, and would convert their "
                 f"operands to bfloat16; expected one of {having}, or quantization = 'int8' or 'none'"
+            )
+
+    def _check_dtypes(self) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(self._params[0])
+        others = [f"{path_name(path)}: {a.dtype}" for path, a in leaves if not jnp.issubdtype(a.dtype, jnp.floating)]
+        if others:
+            raise UserError(
+                f"parameters of {type(self.model).__name__} with dtypes that have no gradient: {', '.join(others)}; "
+                "expected floating-point numbers, of frozen parameters too. Keep other arrays in the model or its carry"
             )
 
     def _check_state(self) -> None:

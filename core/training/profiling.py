@@ -101,9 +101,9 @@ class Requests:
         self._late_by = step - found.first_step
         return found
 
-    def done(self) -> None:
-        """Reports that this host has written the requested profile."""
-        self._say_done(f"began {units.counted(self._late_by, 'step')} late" if self._late_by else "")
+    def done(self, failure: str = "") -> None:
+        """Reports that this host has written the requested profile, or why it could not."""
+        self._say_done(failure or (f"began {units.counted(self._late_by, 'step')} late" if self._late_by else ""))
 
     def close(self) -> None:
         """Ends the thread; host 0 waits up to 10 s for other hosts' profiles."""
@@ -188,8 +188,8 @@ class Asks(Protocol):
     def asked(self, step: int) -> Window | None:
         """Returns the window that `step` belongs to, once; otherwise None. Called before every step."""
 
-    def done(self) -> None:
-        """Reports that this host has written the requested profile."""
+    def done(self, failure: str = "") -> None:
+        """Reports that this host has written the requested profile, or why it could not."""
 
 
 class Stops(Protocol):
@@ -226,11 +226,23 @@ class Profile(Hook):
 
     def close(self) -> None:
         if self._open is not None:
-            trace, _, was_asked = self._open
+            trace, window, was_asked = self._open
             self._open = None
-            trace.stop()
+            what = f"the profile of steps {window.first_step} to {window.last_step}"
+            failure = _failure_of(trace.stop, what, host=distributed.process_index())
             if was_asked:
-                self._requests.done()
+                self._requests.done(failure)
+
+
+def _failure_of(write: Callable[[], object], what: str, *, host: int) -> str:
+    """Calls `write`; prints and returns why it failed, since a disk in trouble must not end a run over a profile."""
+    try:
+        write()
+    except Exception as error:
+        failure = f"could not write {what}: {type(error).__name__}: {error}"
+        print(f"host {host} {failure}", flush=True)
+        return failure
+    return ""
 
 
 class Trace:
@@ -295,8 +307,11 @@ class MemoryProfile(Hook):
             raise
 
     def _write(self, name: str, *, why: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="renga-memory-") as folder:
-            local = pathlib.Path(folder) / name
-            jax.profiler.save_device_memory_profile(str(local))
-            written = paths.copy_file(local, to=self._directory / name)
-        print(f"host {self._process}: {why}: what is in device memory is in {written}", flush=True)
+        def write() -> None:
+            with tempfile.TemporaryDirectory(prefix="renga-memory-") as folder:
+                local = pathlib.Path(folder) / name
+                jax.profiler.save_device_memory_profile(str(local))
+                written = paths.copy_file(local, to=self._directory / name)
+            print(f"host {self._process}: {why}: what is in device memory is in {written}", flush=True)
+
+        _failure_of(write, f"a profile of device memory ({why})", host=self._process)

@@ -154,7 +154,7 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
         usual = Sampling()  # for what is not given; a temperature of 0 is given
         sampling = Sampling(
             usual.temperature if temperature is None else float(temperature),
-            usual.top_k if top_k is None else int(top_k),
+            usual.top_k if top_k is None else max(int(top_k), 0),  # -1 is another way to say: all
             usual.top_p if top_p is None else float(top_p),
         )
         max_tokens = int(counts[0]) if counts else USUAL_TOKENS
@@ -165,10 +165,5 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"the generation options {', '.join(options)} are not known here; expected any of {known}")
     if max_tokens < 1 or not isinstance(until, list) or not all(isinstance(stop, str) for stop in until):
         raise UserError(f"malformed generation options {dict(given)}: expected stop texts, and at least 1 token")
-    if not (sampling.temperature >= 0 and 0 <= sampling.top_p <= 1):
-        raise UserError(
-            f"malformed generation options {dict(given)}: expected a temperature of at least 0, and top_p from 0 to 1"
-        )
-    sampling = sampling._replace(top_k=max(sampling.top_k, 0))  # -1 is another way to say: all
     sampling = sampling if is_drawn and sampling.temperature > 0 else GREEDY
     return {"until": until, "max_tokens": max_tokens, "sampling": sampling}

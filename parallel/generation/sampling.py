@@ -3,16 +3,19 @@
 B rows, V vocabulary.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
+from core.errors import check_integer, check_number
+
 MASKED = -1e30
 
 
-class Sampling(NamedTuple):
-    """How tokens are drawn.
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Raises UserError if a number is outside its range.
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
@@ -27,6 +30,12 @@ class Sampling(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    def __post_init__(self):
+        check_number(self.temperature, where="temperature", least=0.0)
+        check_integer(self.top_k, where="top_k", least=0)
+        check_number(self.top_p, where="top_p", least=0.0, most=1.0)
+        check_number(self.min_p, where="min_p", least=0.0, most=1.0)
 
 
 GREEDY = Sampling(temperature=0.0)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from core import logical, optimizers, slices, stack
+from core.errors import UserError
 from core.types import LossOutput
 from models.agreement_subjects import random_batches
 from models.decoder.experts import Experts
@@ -74,6 +75,20 @@ class WithKey(HaikuModel):
 def test_a_random_key_in_the_carry_is_refused_before_it_would_have_to_be_saved():
     with pytest.raises(ValueError, match=r"the carry of WithKey has a random key .*jax\.random\.key_data"):
         bind(FSDP, "v4-8").program(WithKey(), ADAMW, batch_spec(8), seed=0)
+
+
+class WithTable(HaikuModel):
+    """A model with a parameter and a table of ids, which is not trained."""
+
+    def sums(self, batch, *, is_training):
+        scale = logical.param("scale", (), (), jnp.ones)
+        ids = logical.param("ids", (4,), (None,), jnp.ones, dtype=jnp.int32, trainable=False)
+        return LossOutput(scale * ids[0] * jnp.sum(batch["weights"]), jnp.sum(batch["weights"]), {})
+
+
+def test_parameters_without_a_gradient_are_refused_before_the_first_step():
+    with pytest.raises(UserError, match=r"parameters of WithTable .* no gradient: ids: int32; expected floating-point"):
+        bind(FSDP, "v4-8").program(WithTable(), ADAMW, batch_spec(8), seed=0)
 
 
 @pytest.mark.covers("D01", "D02")

@@ -167,7 +167,7 @@ def test_a_requested_window_is_traced_like_a_planned_one():
     wanted = [profiling.Window(5, 6)]
     requests = types.SimpleNamespace(
         asked=lambda step: wanted.pop() if wanted and step >= wanted[0].first_step else None,
-        done=lambda: events.append("done"),
+        done=lambda failure: events.append(f"done {failure}".strip()),
     )
     profile = profiling.Profile(recorded(events), requests, at=(5, 9), num_steps=1)
     for step in range(1, 12):
@@ -175,6 +175,31 @@ def test_a_requested_window_is_traced_like_a_planned_one():
         if step > 1:
             profile.after_step(report(step - 1))
     assert events == ["start 5", "stop", "done", "start 9", "stop"]
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+    """Its request is answered with the reason."""
+
+    def full():
+        raise OSError("No space left on device")
+
+    answers, wanted = [], [profiling.Window(1, 2)]
+    requests = types.SimpleNamespace(asked=lambda step: wanted.pop() if wanted else None, done=answers.append)
+    profile = profiling.Profile(lambda step: types.SimpleNamespace(stop=full), requests, at=(4,), num_steps=1)
+    for step in range(1, 6):
+        profile.before_step(step)
+        profile.after_step(report(step))
+    asked, planned = (
+        f"could not write the profile of steps {first} to {last}: OSError: No space left on device"
+        for first, last in ((1, 2), (4, 4))
+    )
+    assert answers == [asked]
+    (tmp_path / "memory").write_text("a file where the folder would be")
+    memory = profiling.MemoryProfile(str(tmp_path), at=(5,), process_index=2)
+    memory.after_step(report(5))
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert [first, second] == [f"host 0 {asked}", f"host 0 {planned}"]
+    assert third.startswith("host 2 could not write a profile of device memory (step 5): FileExistsError")
 
 
 @pytest.mark.parametrize(
