@@ -142,14 +142,16 @@ class Partitioner:
           UserError: model, optimizer, batch, options and tables do not fit each other.
         """
         flags = (accum_steps, gather_once, skip_non_finite, compiler_overrides or {}, tuple(frozen), frozen_dtype)
-        return Program(self, model, optimizer, dict(spec), seed, *flags)
+        found = Program(self, model, optimizer, dict(spec), seed, *flags)
+        found.check()
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """Initial state, training step and evaluation step of a model, with their shardings.
 
-    The attributes are the arguments of `Partitioner.program`.
+    The attributes are the arguments of `Partitioner.program`, which also checks that they fit each other.
     """
 
     partitioner: Partitioner
@@ -164,7 +166,8 @@ class Program:
     frozen: tuple[str, ...] = ()
     frozen_dtype: str = "bfloat16"
 
-    def __post_init__(self):
+    def check(self) -> None:
+        """Raises UserError if model, optimizer, batch, options and tables do not fit each other."""
         if self.accum_steps < 1 or not self.spec:
             raise UserError(
                 f"accum_steps = {self.accum_steps}, features {list(self.spec)}: expected at least 1 step and 1 feature"
@@ -328,14 +331,17 @@ class Program:
         return "overlap_reduction" if at.strategy.overlap_reduction else ""
 
     def _check_activations(self) -> None:
-        """Traces the evaluation step and, for runners with derivatives of their own, the training step."""
-        traced = [step.eval_step(self.model, self._bound_optimizer, seed=self.seed)]
+        """Traces the evaluation step and, for runners with derivatives of their own, the training step.
+
+        JAX keeps the traces of jitted functions, so that the first step does not trace again.
+        """
+        traced = [self.jitted_eval_step]
         has_rules = self.partitioner.pipeline or self.partitioner.strategy.overlap_reduction
-        traced += [self._pure_train_step()] if has_rules else []
+        traced += [self.jitted_train_step] if has_rules else []
         with self.partitioner.tracing():
             try:
-                for fn in traced:
-                    jax.eval_shape(fn, self._abstract[0], batch_shapes(self.spec))
+                for jitted in traced:
+                    jitted.eval_shape(self.abstract_state, self.abstract_batch)
             except UserError as error:
                 tables, where = self.partitioner.strategy, self.partitioner.slice.name
                 raise UserError(f"strategy {tables.name!r} on {where}, computation: {error}") from error

@@ -57,8 +57,9 @@ def said(text, model, monkeypatch, capsys):
 
 def test_each_line_is_answered_after_all_before_it(model, monkeypatch, capsys):
     answers, _ = said("w5 w6\n\nw7\n/new\nw5 w6\n/exit\nw9\n", model, monkeypatch, capsys)
-    alone = model.continued(["w1 w5 w6 w2"], max_tokens=4)[0].text
-    after = model.continued([f"w1 w5 w6 w2 {alone} w1 w7 w2"], max_tokens=4)[0].text
+    options = {"max_tokens": 4, "slots": conversation._SLOTS}  # those of the conversation, for one program
+    alone = model.continued(["w1 w5 w6 w2"], **options)[0].text
+    after = model.continued([f"w1 w5 w6 w2 {alone} w1 w7 w2"], **options)[0].text
     assert [answer.strip() for answer in answers] == [alone.strip(), after.strip(), alone.strip()]
 
 

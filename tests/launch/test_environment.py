@@ -19,19 +19,16 @@ NAMES = environment.NAMES
 
 def reads_of_the_environment(path: Path) -> set[str]:
     """Literal names in `environ[…]`, `environ.get(…)`, `getenv(…)`, `environment.read(…)` and the like."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
-            key = node.slice
-        elif (
-            isinstance(node, ast.Call)
-            and node.args
-            and re.search(r"environ\.|getenv|environment\.read$", ast.unparse(node.func))
-        ):
-            key = node.args[0]
+    names, text = set(), path.read_text()
+    for node in ast.walk(ast.parse(text if re.search("environ|getenv", text) else "")):
+        if isinstance(node, ast.Subscript):
+            key, place, reads = node.slice, node.value, r"environ$"
+        elif isinstance(node, ast.Call) and node.args:
+            key, place, reads = node.args[0], node.func, r"environ\.|getenv|environment\.read$"
         else:
             continue
-        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+        is_literal = isinstance(key, ast.Constant) and isinstance(key.value, str)
+        if is_literal and re.search(reads, ast.unparse(place)):  # which is slow
             names.add(key.value)
     return names
 

@@ -64,10 +64,9 @@ def left_behind(run):
     return found.content, found.streams
 
 
+@pytest.mark.slow  # test_session.py is quick: a run that is stopped and started again has the same losses, bit for bit
 @pytest.mark.covers("C06")
-@pytest.mark.parametrize(
-    "name", [name if name == "random_tokens" else pytest.param(name, marks=pytest.mark.slow) for name in TASKS]
-)
+@pytest.mark.parametrize("name", TASKS)
 def test_a_run_resumes_bit_for_bit(name, tmp_path):
     if name == "dataset":
         from launch import __main__ as main

@@ -42,7 +42,7 @@ def test_a_cpu_without_a_slice_plays_one_chip():
     ("layout", "sizes"),
     [
         (strategies.fsdp(), (8, 32)),
-        (strategies.pipeline(), (16, 32)),
+        pytest.param(strategies.pipeline(), (16, 32), marks=pytest.mark.slow),  # the next one has stages, too
         (strategies.pipeline_fsdp(stage=2), (32, 32)),
         (strategies.sequence_tensor(tensor=8), (8, 32)),
         (strategies.context(sequence=8, ring=True), (8, 32)),

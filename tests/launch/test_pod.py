@@ -7,19 +7,45 @@ import sys
 
 import pytest
 
+from core import identity
 from core.checkpoints import steps
 from core.errors import UserError
 from core.files import paths
 from core.training import supervise
 from launch import __main__ as cli
 from launch import environment
+from launch.check import chip_memory
 from launch.cli import pod
+from launch.experiment import Experiment
 from launch.hosts import gcloud, simulate, tpu_host, workstation
 from launch.runs import continuation
 
 ROOT = environment.WORKSPACE
 NOWHERE = tpu_host.Place(False, None, ("environment: TPU_WORKER_ID is not set",))
 TPU_HOST = tpu_host.Place(True, "v4-32", ())
+
+
+_PROGRAMS, _ESTIMATES = {}, {}
+
+
+@pytest.fixture(autouse=True)
+def laid_out_once(monkeypatch):
+    """Laying an experiment out and tracing it take three seconds, and most of these tests check the same one."""
+    bind, estimate = Experiment.bind, chip_memory.estimate
+
+    def bound_once(experiment, devices):
+        key = identity.text(experiment), tuple(map(repr, devices))
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = bind(experiment, devices)
+        return _PROGRAMS[key]
+
+    def estimated_once(program):
+        if id(program) not in _ESTIMATES:
+            _ESTIMATES[id(program)] = program, estimate(program)  # which keeps the program, and with it its id
+        return _ESTIMATES[id(program)][1]
+
+    monkeypatch.setattr(Experiment, "bind", bound_once)
+    monkeypatch.setattr(chip_memory, "estimate", estimated_once)
 
 
 class Became(BaseException):
@@ -283,7 +309,7 @@ def test_mistakes_are_found_before_anything_is_shipped(place, calls, capsys, mon
 
 @pytest.mark.parametrize("level", ["hosts", "slice"])
 def test_a_dry_run_of_a_check_that_is_not_sent_to_a_tpu_is_an_error(place, calls, capsys, level):
-    assert cli.main(["pod", "local", "gin/quickstart.gin", "--check", level, "--dry-run"]) == 2
+    assert cli.main(["pod", "cpu:16", "gin/quickstart.gin", "--check", level, "--dry-run"]) == 2
     assert "are devices of this machine" in capsys.readouterr().err
     assert not calls
 
@@ -463,7 +489,8 @@ def test_a_user_s_folders_do_not_shadow_our_modules(tmp_path):
         "from __gin__ import dynamic_registration\nimport mine\n"
         f"include '{ROOT}/gin/quickstart.gin'\nSTRATEGY = @mine.spread()\n"
     )
-    command = [str(ROOT / "launch/pod.sh"), "v4-8", "deep/x.gin", "--check", "--run-dir", str(tmp_path / "run")]
+    where = ["--simulate", "--run-dir", str(tmp_path / "run")]
+    command = [str(ROOT / "launch/pod.sh"), "v4-8", "deep/x.gin", "--check", *where]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

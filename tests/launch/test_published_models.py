@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-from core import logical, parameters
+from core import identity, logical, parameters
 from core.batches import batch_shapes
 from core.checkpoints import published_files, steps
 from core.checkpoints.store import Checkpoints
@@ -31,6 +31,7 @@ from launch.runs import prepared_run, warm_start
 from launch.settings import Initialization, grouped
 from models import pretrained
 from parallel.generation.sampling import Sampling
+from parallel.partitioner import Partitioner
 from tasks import streams
 from tasks.code import humaneval
 
@@ -117,9 +118,15 @@ def test_a_run_from_a_folder_generates_and_exports_the_same_model(run_dir, tmp_p
     assert run_command("generate", run_dir, *words) == 0
     assert json.loads(capsys.readouterr().out)["ids"] == want[6:14]
     laid_out = loaded_model.load(str(run_dir), slice_name="v4-8")
-    assert laid_out.continued([want[:6]], max_tokens=8)[0].ids == want[6:14]
     again = pretrained.model(str(tmp_path / "out"), dtype="float32")
     assert dataclasses.replace(again, head_dim=None) == dataclasses.replace(laid_out.model, head_dim=None)
+
+
+@pytest.mark.slow  # tests/parallel/generation/test_generating.py: no draw depends on the layout
+def test_a_run_that_is_laid_out_on_a_slice_generates_the_same(run_dir):
+    want = np.load(FAMILY / "reference.npz")["greedy"].tolist()
+    laid_out = loaded_model.load(str(run_dir), slice_name="v4-8")
+    assert laid_out.continued([want[:6]], max_tokens=8)[0].ids == want[6:14]
 
 
 def test_an_export_has_the_tokenizer_and_the_ids_of_the_last_phase(run_dir, tmp_path):
@@ -466,7 +473,22 @@ def initial_parameters(run, run_dir, *told):
     return found
 
 
+@pytest.fixture
+def laid_out_once(monkeypatch):
+    """The checks of a test differ in what a start reads, and not in their program."""
+    program, made = Partitioner.program, {}
+
+    def once(self, *arguments, **options):
+        key = identity.text([self.strategy, self.slice.name, arguments, options])
+        if key not in made:
+            made[key] = program(self, *arguments, **options)
+        return made[key]
+
+    monkeypatch.setattr(Partitioner, "program", once)
+
+
 @pytest.mark.covers("N07")
+@pytest.mark.usefixtures("laid_out_once")
 def test_a_check_reads_the_headers_of_the_base_that_a_start_needs(adapted, tmp_path):
     """The start resumes a run with adapters, or is a new run that starts from them."""
     base, run, _ = adapted
@@ -592,7 +614,7 @@ def test_adapters_are_exported_whatever_does_not_change_their_base(adapted, told
     assert settings["base_model_name_or_path"] == str(base)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])  # rounded likewise
 def test_a_run_with_rounded_products_is_exported_as_others(run_dir, quantization, tmp_path):
     told = f"pretrained.model.quantization = '{quantization}'"
     assert run_command("export", run_dir, "--out", tmp_path / "out", "--dtype", "float32", "--gin", told) == 0

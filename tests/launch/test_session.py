@@ -17,7 +17,9 @@ from core.errors import UserError
 from core.hosts import exit_codes
 from core.training import compilation, metrics
 from core.training.trainer import StatisticsStep
+from launch import __main__ as cli
 from launch import environment, session
+from launch.hosts import cluster
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
 
@@ -312,10 +314,13 @@ def test_a_non_finite_loss_ends_the_run_and_metrics_are_kept(launch, tmp_path):
         ("METRIC_EXAMPLES = 4", "METRIC_EXAMPLES = 4: needs a seqio task of your own"),
     ],
 )
-def test_every_start_checks_that_data_and_model_fit(launch, tmp_path, binding, message):
-    where = ["--slice", "v4-8", "--run-dir", str(tmp_path)]
-    said = launch("train", "gin/quickstart.gin", *where, "--gin", binding, slice_name="v4-8", code=2)
-    assert message in said
+@pytest.mark.usefixtures("no_cache_of_the_user")
+def test_every_start_checks_that_data_and_model_fit(monkeypatch, tmp_path, capsys, binding, message):
+    monkeypatch.setenv("RENGA_SIMULATE", "v4-32")  # which the devices of every test play
+    monkeypatch.setattr(cluster, "join", lambda slice_, **_: Host(0, 1, True))
+    where = ["--slice", "v4-32", "--run-dir", str(tmp_path)]
+    assert cli.main(["train", "gin/quickstart.gin", *where, "--gin", binding]) == exit_codes.USER_ERROR
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -264,11 +264,13 @@ def test_each_run_of_the_ablation_omits_one_part():
     assert all(f"]({name}.gin)" in page for name in runs)
 
 
-def test_headers_are_right():
+def test_headers_are_right(suite, beside, recipes):
     """The figures are recomputed; the commands name this file, its group and its slice."""
+    runs = {pathlib.Path(entry.path): entry.experiment for entry in (*suite.values(), *beside.values())}
+    runs |= {(TRM / f"{name}.gin").resolve(): run for name, run in recipes.items()}
     for path in every_file():
         text, where = path.read_text(), path.relative_to(environment.WORKSPACE).as_posix()
-        run = loader.load(str(path)).build()
+        run = runs[path.resolve()]
         total = run.model.training_flops(run.task.length, rows=run.batch_size, steps=run.total_steps)
         found = HEADER.search(text)
         assert found, where

@@ -113,7 +113,10 @@ KEPT |= {  # of optax: SM3 stores a vector for each dimension of a parameter, on
     "sm3": (of_optax(optax.sm3(1e-3), by_layer=True), PARAMS, VECTORS + LAYER_VECTORS),
     "lamb": (of_optax(optax.lamb(1e-3), by_layer=True), PARAMS * 2, 4 * L + 4),
 }
-QUICK = ("muon",)  # has matrices that are stored otherwise, and AdamW for the rest
+QUICK = {("muon", "telling")}  # has matrices that are stored otherwise, and AdamW for the rest
+# Every axis that a strategy cuts is cut by one of these, and all axes that one cuts together.
+TELLING = ("zero1", "fsdp", "fsdp_tensor", "context", "experts", "pipeline_fsdp", "pipeline_experts")
+GROUPS = {"telling": TELLING, "others": tuple(name for name in PIECES if name not in TELLING)}
 SPEC = streams.batch_spec(16, length=8)
 
 
@@ -142,11 +145,18 @@ def test_every_strategy_is_here():
 
 
 @pytest.mark.covers("M06", "M07", "M08", "M17")
-@pytest.mark.parametrize("kept", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in KEPT])
-def test_bytes_per_chip_are_those_of_the_formula(kept):
+@pytest.mark.parametrize(
+    ("kept", "group"),
+    [
+        pytest.param(kept, group, marks=[] if (kept, group) in QUICK else pytest.mark.slow)
+        for kept in KEPT
+        for group in GROUPS
+    ],
+)
+def test_bytes_per_chip_are_those_of_the_formula(kept, group):
     optimizer, arrays, beside = KEPT[kept]
-    for name, pieces in PIECES.items():
-        program = bind(name, optimizer)
+    for name in GROUPS[group]:
+        program, pieces = bind(name, optimizer), PIECES[name]
         sizes, rows = report.totals(program), report.rows(program)
         assert sizes.params == bytes_of(PARAMS, pieces), name
         assert sizes.opt_state == bytes_of(arrays, OPTIMIZER_PIECES[name]) + beside, name

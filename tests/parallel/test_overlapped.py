@@ -34,7 +34,7 @@ def test_rings_sum_as_a_reduce_scatter(chips, toward):
     def local(x):
         return ring_reduction.reduce_scatter(x[0], "fsdp", dimension=1, toward=toward)
 
-    found = jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P(None, "fsdp"))(x)
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P(None, "fsdp")))(x)
     np.testing.assert_array_equal(found, x.sum(0))
 
 

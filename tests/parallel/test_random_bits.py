@@ -99,7 +99,8 @@ def one_device():
         (strategies.data_parallel(), "v4-8", {"accum_steps": 4}),  # rows are manual: every chip numbers its own
         pytest.param(strategies.fsdp(), "v4-8", {"accum_steps": 4}, marks=pytest.mark.slow),
         pytest.param(strategies.fsdp(), "v4-8", {"accum_steps": 4, "gather_once": True}, marks=pytest.mark.slow),
-        (strategies.fsdp_tensor(tensor=2), "v4-8", {"accum_steps": 2}),
+        # test_pipelines_draw.py has a quick case whose weights and microbatches are split
+        pytest.param(strategies.fsdp_tensor(tensor=2), "v4-8", {"accum_steps": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda v: getattr(v, "name", None) or str(v),
 )

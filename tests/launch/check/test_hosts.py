@@ -11,6 +11,7 @@ import pytest
 from core import slices
 from core.errors import Problem, UserError
 from core.hosts import exit_codes
+from launch import __main__ as cli
 from launch import findings
 from launch.check import hosts
 from launch.findings import Finding
@@ -105,19 +106,20 @@ def test_no_look_ends_another(error):
     assert isinstance(error, UserError) or row.detail.startswith(f"{type(error).__name__}: ")
 
 
-def test_all_mistakes_are_found_at_once_and_no_host_is_started(launch, tmp_path, monkeypatch):
+def test_all_mistakes_are_found_at_once_and_no_host_is_started(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RENGA_RUNROOT", "x")
     where = ["--simulate", "--run-dir", str(tmp_path / "file/run"), "--gin", "BATCH_SIZE = 12", "--gin", "LENGHT = 3"]
-    said = launch("check", "v4-16", "gin/quickstart.gin", "--level", "hosts", *where, code=2)
+    assert cli.main(["check", "v4-16", "gin/quickstart.gin", "--level", "hosts", *where]) == 2
+    said = capsys.readouterr().out
     assert "did you mean 'LENGTH'" in said
     assert "cannot write to" in said
     assert "NOT READY: 2 of 2 checks failed" in said
 
 
-def test_a_machine_outside_a_slice_is_reported(launch, monkeypatch):
-    said = launch("check", "v4-16", "gin/quickstart.gin", "--level", "hosts", code=2)
-    assert "this machine is not a host of a TPU slice" in said
+def test_a_machine_outside_a_slice_is_reported(capsys):
+    assert cli.main(["check", "v4-16", "gin/quickstart.gin", "--level", "hosts"]) == 2
+    assert "this machine is not a host of a TPU slice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

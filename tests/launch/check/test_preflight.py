@@ -27,24 +27,34 @@ def check(path=QUICKSTART, *, run_dir, **options):
     return {f.name: f for f in preflight.check(path, run_dir=str(run_dir), **options).findings}
 
 
-def data_of(tmp_path, **named):
+def data(path=QUICKSTART, *, hosts="here", **options):
+    """The findings of the data alone, which need no layout."""
+    return preflight.data(loader.load(path, **options).build(), smoked=False, hosts=hosts)
+
+
+def data_of(**named):
     bindings = [f"{name} = {value!r}" for name, value in named.items()]
-    options = {"bindings": bindings, "slice_name": "v4-32", "run_dir": "gs://bucket/x", "hosts": "dry run"}
-    return [f for f in preflight.check(VALKYRIE, **options).findings if f.name == "data"]
+    return data(VALKYRIE, bindings=bindings, slice_name="v4-32", hosts="dry run")
+
+
+def bound(path, slice_name, *bindings):
+    """An experiment and its program; raises UserError if the layout does not fit."""
+    experiment = loader.load(path, bindings=bindings, slice_name=slice_name).build()
+    return experiment, experiment.bind(mesh.topology_devices(slices.get(slice_name)))
 
 
 def test_a_check_makes_no_folder(tmp_path):
-    assert check(run_dir=tmp_path / "a/b/c")["run directory"].ok
+    assert check(run_dir=tmp_path / "a/b/c", hosts="simulated")["run directory"].ok
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    found = check(run_dir=tmp_path / "file/run")["run directory"]
+    (found,) = preflight.run_directory(f"{tmp_path}/file/run", slices.get("v4-16"), "here")
     assert not found.ok
     assert f"cannot write to {tmp_path}/file/run: NotADirectoryError" in found.detail
 
 
 @pytest.mark.parametrize(("vocab_size", "is_noted"), [(259, False), (515, False), (516, True)])
-def test_a_model_with_many_more_rows_than_ids_is_noted(tmp_path, vocab_size, is_noted):
-    found = check(run_dir=tmp_path, bindings=[f"VOCAB_SIZE = {vocab_size}"])
+def test_a_model_with_many_more_rows_than_ids_is_noted(vocab_size, is_noted):
+    found = {f.name: f for f in data(bindings=[f"VOCAB_SIZE = {vocab_size}"])}
     assert ("vocabulary" in found) == is_noted
     if is_noted:
         assert found["vocabulary"].is_note
@@ -69,31 +79,36 @@ def test_a_local_disk_is_a_note_if_the_hosts_are_unknown(tmp_path, capsys):
 @pytest.mark.usefixtures("closed_port")
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bucket_that_only_the_hosts_may_write_is_a_note(monkeypatch):
-    def fails_with(error):
+    def fail_with(error):
         def check_writable(directory):
             raise UserError(f"cannot write to {directory}") from error
 
         monkeypatch.setattr(paths, "check_writable", check_writable)
-        return check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="shipped to")["run directory"]
 
-    found = fails_with(PermissionError("no credentials"))
+    def alone(hosts):
+        (found,) = preflight.run_directory("gs://bucket/x", slices.get("v4-16"), hosts)
+        return found
+
+    fail_with(PermissionError("no credentials"))
+    found = check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="shipped to")["run directory"]
     assert (found.ok, found.detail, found.is_note) == (True, "cannot write to gs://bucket/x", True)
-    assert not fails_with(FileNotFoundError("no such bucket")).ok
+    fail_with(FileNotFoundError("no such bucket"))
+    assert not alone("shipped to").ok
     asked = []
     monkeypatch.setattr(paths, "check_writable", asked.append)
-    assert check(run_dir="gs://bucket/x", slice_name="v4-16", hosts="dry run")["run directory"].is_note
+    assert alone("dry run").is_note
     assert not asked
 
 
-def test_data_that_was_not_looked_at_is_named(tmp_path):
+def test_data_that_was_not_looked_at_is_named():
     there = {"DATA": "gs://bucket/*.txt", "VOCABULARY": "/data/words.model"}
-    facts, note = data_of(tmp_path, **there)
+    facts, note = data_of(**there)
     assert facts.ok
     assert not facts.is_note
     assert (note.is_note, note.detail) == (True, "not checked: gs://bucket/*.txt, /data/words.model")
-    (missing,) = (f for f in data_of(tmp_path, VOCABULARY="/data/words.model") if not f.ok)
+    (missing,) = (f for f in data_of(VOCABULARY="/data/words.model") if not f.ok)
     assert "DATA is not set" in missing.detail
-    (local,) = (f for f in data_of(tmp_path, DATA="no_such_folder/*.txt", VOCABULARY="/m.model") if not f.ok)
+    (local,) = (f for f in data_of(DATA="no_such_folder/*.txt", VOCABULARY="/m.model") if not f.ok)
     assert "no file matches 'no_such_folder/*.txt'" in local.detail
 
 
@@ -113,7 +128,7 @@ def test_a_chat_template_is_tried_on_a_conversation(tmp_path):
             (tmp_path / f"{name}.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 2)
         bindings = ["include 'gin/tasks/chats.gin'", f"VOCABULARY = '{folder}'", "NUM_STREAMS = 2", "VOCAB_SIZE = 400"]
         bindings += [f"DATA = '{tmp_path}/{role}.jsonl'", f"VALIDATION_DATA = '{tmp_path}/held_out_{role}.jsonl'"]
-        found = check(run_dir=tmp_path, bindings=bindings, hosts="simulated")["data"]
+        found = {f.name: f for f in data(bindings=bindings, hosts="simulated")}["data"]
         assert found.ok == (role == "user")
         assert ("answers end with <|im_end|>" if found.ok else "tool.jsonl:1: ") in found.detail
 
@@ -143,8 +158,7 @@ def test_a_vocabulary_on_a_disk_that_cannot_be_read_is_no_traceback(tmp_path, mo
         (tmp_path / name).write_text("words\n")
     bindings = [f"DATA = '{tmp_path}/*.txt'", f"VOCABULARY = '{tmp_path}/m.model'"]
     for where in ("here", "simulated"):
-        found = preflight.check(VALKYRIE, bindings=bindings, slice_name="v4-32", run_dir=str(tmp_path), hosts=where)
-        (unread,) = (f for f in found.findings if f.name == "data")
+        (unread,) = data(VALKYRIE, bindings=bindings, slice_name="v4-32", hosts=where)
         assert (unread.ok, unread.is_note) == (False, False)
         assert f"cannot read {tmp_path}/m.model from here: PermissionError: " in unread.detail
 
@@ -166,7 +180,7 @@ def test_included_files_and_modules_that_the_hosts_would_not_have_are_found(tmp_
     (tmp_path / "mine_alone.py").write_text("def value():\n    return 5\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     own = [f"include '{tmp_path}/more.gin'", "import mine_alone", "WARMUP_STEPS = @mine_alone.value()"]
-    for hosts, wanted in (("dry run", ["mine_alone.py", "more.gin"]), ("here", [])):
+    for hosts, wanted in (("dry run", ["mine_alone.py", "more.gin"]), ("simulated", [])):
         options = {"slice_name": "v4-8", "run_dir": str(tmp_path / "run"), "hosts": hosts}
         found = preflight.check("gin/quickstart.gin", bindings=own, **options).findings
         said = [line for one in found if one.name == "files" and not one.ok for line in str(one.detail).splitlines()]
@@ -185,8 +199,8 @@ def test_batch_sizes_that_are_advised_suit_streams_and_chips(tmp_path):
     assert refused.detail.endswith("Set BATCH_SIZE = 24 or 32")
     refused = layout("BATCH_SIZE = 40", "NUM_STREAMS = 5", "ACCUM_STEPS = 2")
     assert refused.detail.endswith("Set BATCH_SIZE = 80")
-    assert layout("BATCH_SIZE = 80", "NUM_STREAMS = 5", "ACCUM_STEPS = 2").ok
-    assert layout("BATCH_SIZE = 24").ok
+    bound(QUICKSTART, "v4-16", "BATCH_SIZE = 80", "NUM_STREAMS = 5", "ACCUM_STEPS = 2")  # raises nothing
+    bound(QUICKSTART, "v4-16", "BATCH_SIZE = 24")
 
 
 def test_every_binding_that_is_left_out_has_a_line_of_its_own(capsys, tmp_path):
@@ -204,15 +218,15 @@ def test_every_binding_that_is_left_out_has_a_line_of_its_own(capsys, tmp_path):
 @pytest.mark.covers("O05")
 def test_a_project_of_weights_and_biases_without_the_package_is_refused(tmp_path):
     binding = "settings.Logging.wandb_project = 'renga'"
-    found = preflight.check("gin/quickstart.gin", bindings=[binding], run_dir=str(tmp_path))
+    found = preflight.check("gin/quickstart.gin", bindings=[binding], run_dir=str(tmp_path), hosts="simulated")
     (wrong,) = [finding for finding in found.findings if not finding.ok]
     assert wrong.detail.endswith("needs the package wandb; launch/setup.sh --extra wandb")
 
 
-def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypatch):
-    huge, large = ["BATCH_SIZE = 1000000000"], ["BATCH_SIZE = 262144"]
+def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path):
+    huge, large = bound(QUICKSTART, "v4-16", "BATCH_SIZE = 1000000000"), ["BATCH_SIZE = 262144"]
     for where, whose in (("here", "a host of v4-16 has 379.0 GiB"), ("simulated", "this machine has ")):
-        found = check(run_dir=tmp_path, bindings=huge, hosts=where)["host memory"]
+        _, found = preflight._memories(*huge, where, with_activations=where == "here")
         assert not found.ok
         assert found.detail.startswith("BATCH_SIZE = 1,000,000,000 rows of 2,560 bytes: needs ")
         assert whose in found.detail
@@ -224,24 +238,23 @@ def test_a_batch_that_no_host_can_hold_is_refused_by_its_name(tmp_path, monkeypa
     assert "BATCH_SIZE = 262,144: lower it, raise ACCUM_STEPS" in found["memory"].detail
 
 
-def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path, monkeypatch):
+def test_activations_that_are_saved_on_the_host_count_as_its_memory(monkeypatch):
     """Valkyrie-7B saves 64 MiB per layer and row. A chip has 8 of the 1,024 rows at a time, without accumulation 64."""
     moved = ["from models.decoder import transformer", "transformer.Transformer.remat = 'attention_on_host'"]
     rows = ["BATCH_SIZE = 1024", "ACCUM_STEPS = 8"]
 
-    def host_memory_of(*bindings):
-        where = {"slice_name": "v4-32", "run_dir": str(tmp_path), "hosts": "shipped to"}
-        found = preflight.check(VALKYRIE, bindings=bindings, **where).findings
-        return next(finding for finding in found if finding.name == "host memory")
+    def host_memory_of(program):
+        return preflight._memories(*program, "shipped to", with_activations=True)[1]
 
-    kept, saved = host_memory_of(*rows), host_memory_of(*moved, *rows)
+    kept, saved = (host_memory_of(bound(VALKYRIE, "v4-32", *more, *rows)) for more in ((), moved))
     assert kept.ok
     assert saved.ok
     without, with_saved = (float(found.detail.split(" GiB at least of 379 ")[0]) for found in (kept, saved))
     per_row = 32 * 64 / 1024  # GiB, in 32 layers
     assert with_saved - without == pytest.approx(8 * per_row * 4, rel=0.01)  # of 4 chips
 
-    refused = host_memory_of(*moved, rows[0])
+    whole = bound(VALKYRIE, "v4-32", *moved, rows[0])
+    refused = host_memory_of(whole)
     assert not refused.ok
     assert "bytes and the activations that are saved on the host: needs" in refused.detail
     (counted,) = re.findall(r"saved activations ([\d.]+) GiB", refused.detail)
@@ -249,7 +262,7 @@ def test_activations_that_are_saved_on_the_host_count_as_its_memory(tmp_path, mo
     assert ", raise ACCUM_STEPS, or let the model save less on the host (remat)" in refused.detail
 
     monkeypatch.setattr(arithmetic, "place", lambda program: 1 / 0)
-    unknown = host_memory_of(*moved, rows[0])
+    unknown = host_memory_of(whole)
     assert unknown.ok
     assert unknown.detail.endswith("of a host of v4-32; activations saved on the host not counted")
 

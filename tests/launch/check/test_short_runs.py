@@ -11,6 +11,7 @@ import pytest
 
 from core import slices
 from core.hosts import distributed
+from launch import __main__ as cli
 from launch import environment
 from launch.check import short_runs
 from launch.config import loader
@@ -68,10 +69,24 @@ def test_another_check_trains_a_new_run_that_is_logged_nowhere_else(commands, tm
     assert experiment.logging.log_interval == 1
 
 
-def test_the_attention_of_every_host_is_judged(monkeypatch, tmp_path):
-    wrong = Finding("attention", False, "0.5 apart")
-    monkeypatch.setattr(distributed, "all_gather_text", lambda _, own: [own, to_json([wrong])])
-    found, is_shown = short_runs.attention(arguments(tmp_path, simulate=True), slices.get("v4-16"))
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """The check of attention, where another host's kernel is wrong, and what was compared on this one."""
+    wrong, look, looked = Finding("attention", False, "0.5 apart"), attention_check.look, []
+
+    def noted():
+        looked.append(look())
+        return looked[0]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention_check, "look", noted)
+        patched.setattr(distributed, "all_gather_text", lambda _, own: [own, to_json([wrong])])
+        where = arguments(tmp_path_factory.mktemp("attention"), simulate=True)
+        return short_runs.attention(where, slices.get("v4-16")), looked[0]["compared"]
+
+
+def test_the_attention_of_every_host_is_judged(judged):
+    (found, is_shown), _ = judged
     assert is_shown
     assert [(one.name, one.ok, one.detail[:8]) for one in found] == [
         ("attention", True, "host 0: "),
@@ -93,8 +108,9 @@ def test_a_part_that_does_not_end_in_time_has_failed(monkeypatch, capsys):
     assert "check: x: failed" in capsys.readouterr().out
 
 
-def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path):
+def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path, monkeypatch, capsys):
     """A mistake in the configuration is a failure; it is none of the layout."""
+    monkeypatch.setattr(short_runs, "_run", lambda argv: (cli.main(argv), "".join(capsys.readouterr())))
     given = argparse.Namespace(
         slice="v4-16", experiment="gin/quickstart.gin", gin=[], run_dir=str(tmp_path / "run"), simulate=False
     )
@@ -125,8 +141,8 @@ def test_measurements_are_read_from_the_run_directory(bucket):
 
 
 @pytest.mark.covers("T08")
-def test_the_kernel_and_the_plain_form_agree_here():
-    found = attention_check.compare(dtype="float32", interpret=True)
+def test_the_kernel_and_the_plain_form_agree_here(judged):
+    (found,) = (one for one in judged[1] if one["dtype"] == "float32")
     assert set(found["apart"]) == {"output", "d query", "d key", "d value"}
     assert 0 < max(found["apart"].values()) < found["tolerance"] == 2e-5
 

@@ -1,6 +1,7 @@
 """Benchmarks of language models: likelihoods and continuations as lm_eval asks for them."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ import sys
 import types
 from types import SimpleNamespace
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -50,13 +51,19 @@ def words(*ids):
     return " ".join(WORDS[i] for i in ids)
 
 
+@functools.cache
+def logits_of(model):
+    return jax.jit(model.logits)
+
+
 def log_probabilities(scores, ids):
     """The log-probability of each id but the first, by the model's logits."""
-    model, params = scores.model.model, scores.model.params
-    row = jnp.asarray([ids])
-    batch = {name: jnp.ones_like(row) for name in ("segment_ids", "weights", "targets")}
-    logits = model.logits(params, {"inputs": row, "positions": jnp.arange(len(ids))[None], **batch})[0]
-    log_p = logits - jnp.log(jnp.sum(jnp.exp(logits), axis=1, keepdims=True))
+    row = np.zeros((1, 12), np.int32)  # of one length, for one program; no position sees those after it
+    row[0, : len(ids)] = ids
+    batch = {name: np.ones_like(row) for name in ("segment_ids", "weights", "targets")}
+    batch |= {"inputs": row, "positions": np.arange(row.size)[None]}
+    logits = np.asarray(logits_of(scores.model.model)(scores.model.params, batch)[0], np.float64)
+    log_p = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
     return [float(log_p[i, token]) for i, token in enumerate(ids[1:])]
 
 
@@ -92,7 +99,8 @@ def test_continuations_end_before_the_first_stop_string(scores, monkeypatch):
     decode = generator._decoder.decode
     monkeypatch.setattr(generator, "_steps", 4)
     monkeypatch.setattr(generator._decoder, "decode", lambda *a, **k: calls.append(1) or decode(*a, **k))
-    assert scores.continued(prompts[:1], until=[free[0][0]], max_tokens=40) == [" "]  # after a word
+    same = prompts[:1] * len(prompts)  # as many rows as above, for one program
+    assert scores.continued(same, until=[free[0][0]], max_tokens=40) == [" "] * len(same)  # after a word
     assert len(calls) == 3  # of 10: two are under way when the first one's tokens are seen
     with pytest.raises(UserError, match="64 new tokens need more than the 64 positions"):
         scores.continued(prompts, until=[], max_tokens=64)

@@ -343,10 +343,13 @@ def test_an_analysis_has_every_seed_that_was_run(folder, tmp_path, capsys):
     assert analyzed() == [f"{name}{seed}" for name in "abc" for seed in ("", "_seed1", "_seed20261128")]
     assert analyzed("--seeds", "1") == ["a", "b", "c"]
     capsys.readouterr()
-    for content in (b"this is (no gin", b"\xff", b"X = (1,", b"X = {[]: 1}"):
-        (root / "elsewhere" / "a_seed7" / "config.gin").write_bytes(content)
-        assert analyzed("--seeds", "1") == ["a", "b", "c"]
-        assert f"left out: {root}/elsewhere/a_seed7: its config.gin is no configuration: " in capsys.readouterr().err
+    malformed = [root / "elsewhere" / f"a_seed{seed}" for seed in (7, 8, 9, 10)]
+    for run, content in zip(malformed, (b"this is (no gin", b"\xff", b"X = (1,", b"X = {[]: 1}"), strict=True):
+        run.mkdir(exist_ok=True)
+        (run / "config.gin").write_bytes(content)
+    assert analyzed("--seeds", "1") == ["a", "b", "c"]
+    said = capsys.readouterr().err
+    assert all(f"left out: {run}: its config.gin is no configuration: " in said for run in malformed)
 
 
 def test_wrong_arguments_are_refused(folder, capsys):

@@ -25,6 +25,7 @@ ON_HOSTS += (
     "core/hosts/tied_process.py",
     "core/units.py",
 )  # what acts there, of what is shipped
+SOONER = "settle_seconds=2", "settle_seconds=0.2"  # tests wait for what the run prints
 SETUP = """#!/bin/bash
 [ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }
 mkdir -p .venv
@@ -66,7 +67,7 @@ def workspace(tmp_path):
     """A small git work tree with stand-ins for the scripts that would train."""
     folder = tmp_path / "workspace"
     for name, text in {
-        **{name: (ROOT / name).read_text() for name in ON_HOSTS},
+        **{name: (ROOT / name).read_text().replace(*SOONER) for name in ON_HOSTS},
         "launch/setup.sh": SETUP,
         "launch/pod.sh": POD,
         "gin/x.gin": "A = 1\n",

@@ -48,6 +48,12 @@ def wait_until(what, seconds=30):
         time.sleep(0.05)
 
 
+def prints(folder, text):
+    """Whether the run on a worker has printed a text."""
+    log = folder / ".renga/run.log"
+    return log.exists() and text in log.read_text()
+
+
 @pytest.mark.covers("L07")
 @pytest.mark.parametrize("action", ["create", "queue"])
 @pytest.mark.parametrize("is_spot", [False, True])
@@ -80,7 +86,10 @@ def run(workspace):
     started = workstation.Run(["v4-16", "gin/x.gin", "--restarts", "2"], "gs://b/run")
 
     def start():
-        return workstation.start([TPU], slice_=V4_16, run=started, workspace=workspace, dry_run=False)
+        code = workstation.start([TPU], slice_=V4_16, run=started, workspace=workspace, dry_run=False)
+        for worker in range(2 if code == 0 else 0):
+            wait_until(lambda folder=workspace.parent / f"cloud/worker_{worker}": prints(folder, "pod.sh got"))
+        return code
 
     return start
 
@@ -103,8 +112,7 @@ def test_a_preempted_slice_is_recreated_and_the_run_finishes(cloud, run, capfd):
     watching.start()
     tpu_is(cloud, state="PREEMPTED", out_of_stock=1)
     wait_until(lambda: sum("start" in call[-1] and call[3] == "ssh" for call in calls(cloud)) == 2)
-    log = cloud / "worker_1/.renga/run.log"
-    wait_until(lambda: log.exists() and "pod.sh got v4-16 gin/x.gin --restarts 2" in log.read_text())
+    wait_until(lambda: prints(cloud / "worker_1", "pod.sh got v4-16 gin/x.gin --restarts 2"))
     (cloud / "worker_0/end_0").touch()
     watching.join(30)
     assert results == [0]
@@ -239,7 +247,7 @@ def test_a_run_survives_a_reboot_of_its_host_until_it_ends_or_is_stopped(cloud, 
     wait_until(lambda: on_host(cloud, "state") == "gone")
     on_host(cloud, "after_reboot")
     assert on_host(cloud, "state") == "running"
-    assert "--restarts 2" in (cloud / "worker_0/.renga/run.log").read_text()
+    wait_until(lambda: prints(cloud / "worker_0", "--restarts 2"))
     on_host(cloud, "stop")
     assert on_host(cloud, "state") == "ended 130"
     assert crontab(cloud) == "5 4 * * * somebody elses\n"

@@ -11,6 +11,7 @@ import pytest
 
 from core import slices
 from core.errors import UserError
+from launch import environment
 from launch.hosts import gcloud, host_output, logs, workstation
 
 TPU = gcloud.Tpu("my-tpu", "us-central2-b", "proj")
@@ -21,7 +22,10 @@ SECRET = "hf_abcdefghijkl"
 
 def start(workspace, *arguments, directory="gs://b/run", dry_run=False):
     run = workstation.Run(["v4-16", *(arguments or ["gin/x.gin"])], directory)
-    return workstation.start([TPU], slice_=V4_16, run=run, workspace=workspace, dry_run=dry_run)
+    code = workstation.start([TPU], slice_=V4_16, run=run, workspace=workspace, dry_run=dry_run)
+    for worker in range(2 if code == 0 and not dry_run else 0):
+        wait_for(workspace.parent / f"cloud/worker_{worker}/.renga/run.log", "pod.sh got")
+    return code
 
 
 def test_an_action_before_the_first_start_says_so(cloud, capfd):
@@ -116,6 +120,8 @@ def test_nothing_starts_if_one_host_cannot_be_set_up(cloud, workspace, capfd):
 
 
 def test_a_run_that_ends_at_once_shows_its_last_lines(cloud, workspace, capfd):
+    on_host = "launch/hosts/on_host.sh"
+    (workspace / on_host).write_text((environment.WORKSPACE / on_host).read_text())  # which waits for the end
     assert start(workspace, "bad.gin") == 1
     assert "w-0: the run ended at once" in (errors := capfd.readouterr().err)
     assert "pod.sh got v4-16 bad.gin" in errors

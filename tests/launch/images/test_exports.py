@@ -1,20 +1,22 @@
 """Runs that tune a published model of images and text: what they export, and how they continue prompts."""
 
+import dataclasses
 import json
 import pathlib
 import re
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from core.checkpoints import published_files
+from core.checkpoints import published_files, steps
 from core.checkpoints.store import Checkpoints
 from launch import __main__ as command
 from launch import loaded_model
 from launch.config import loader
+from launch.experiments import saved_run
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run, progress, warm_start
 from parallel.generation import sampling, text_part
@@ -22,7 +24,6 @@ from parallel.generation.generating import Generator
 from tasks.text import ids
 from tests.models.vision.folders import FIXTURES, PHOTO, copied
 
-pytestmark = pytest.mark.usefixtures("no_cache_of_the_user")
 SELECTOR = (
     "from models.vision import selector",
     "pretrained.model.selector = @selector.Selector()",
@@ -38,6 +39,15 @@ ADAPTERS = (
     "lora.Lora.base_dtype = 'float32'",
     "FREEZE = ()",
 )
+NO_IMAGE = {"prompts": ["A: no image"], "max_tokens": 8}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(kept_programs):
+    """Programs of several tests are compiled once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JAX_COMPILATION_CACHE_DIR", kept_programs)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -47,51 +57,114 @@ def no_copies(monkeypatch):
     published_files.use_copies(None)
 
 
-def started(name, to, *more, changed=False, end=""):
-    """Returns a run of no step that tunes a folder, and the folder; with all trained parameters changed, if asked."""
-    folder = copied(name, to, end=end)
+class Begun(NamedTuple):
+    """A run of no step that tunes a folder, as it was prepared, and its first state."""
+
+    folder: pathlib.Path
+    ready: prepared_run.Run
+    state: Any
+
+
+def begun(name, to, *more, slice_name="v4-8", params=None):
+    """Begins a run; `params`: its first parameters, to which random ones are added; None: those of the folder."""
+    folder = copied(name, to)
     lines = [json.dumps({"image": f"{to}/{number}.png", "question": "what?", "answer": "ab"}) for number in range(40)]
     (to / "lines.jsonl").write_text("\n".join(lines) + "\n")
     for number in range(40):
         (to / f"{number}.png").write_bytes(PHOTO.read_bytes())
     told = (f"FOLDER = '{folder}'", f"DATA = '{to}/lines.jsonl'", "LENGTH = 64", "COMPUTE_DTYPE = 'float32'", *more)
-    config = loader.load("gin/finetune_images.gin", bindings=told, slice_name="v4-8")
-    run = to / "run"
-    run.mkdir()
-    (run / "config.gin").write_text(config.text)
+    config = loader.load("gin/finetune_images.gin", bindings=told, slice_name=slice_name)
     experiment = config.build()
+    (to / "run").mkdir()
     ready = prepared_run.prepare_run(
-        experiment, config=config, revision="", run_dir=str(run), last_step=3, host=Host(0, 1, True)
+        experiment, config=config, revision="", run_dir=str(to / "run"), last_step=3, host=Host(0, 1, True)
     )
-    state = warm_start.first_state(experiment, ready.program, ready.initial, is_host_zero=True)
-    if changed:
-        random = np.random.default_rng(7)
-        state = state._replace(
-            params=jax.tree.map(
-                lambda a, spec: (
-                    a + 0.1 * jnp.asarray(random.standard_normal(a.shape), a.dtype) if spec.trainable else a
-                ),
-                state.params,
-                ready.program.param_specs,
-            )
-        )
+    if params is None:
+        state = warm_start.first_state(experiment, ready.program, ready.initial, is_host_zero=True)
+    else:
+        state = ready.program.init_from(completed(params, ready.program.abstract_state.params))
+    return Begun(pathlib.Path(folder), ready, state)
+
+
+def completed(params, shapes):
+    random = np.random.default_rng(3)
+
+    def placed(leaf, values):
+        values = random.normal(scale=0.1, size=leaf.shape) if values is None else np.asarray(values)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return {
+        module: {name: placed(leaf, params.get(module, {}).get(name)) for name, leaf in leaves.items()}
+        for module, leaves in shapes.items()
+    }
+
+
+def saved(begun, run=None):
+    """Saves the state as step 3 of the run, or of another run directory; returns the directory."""
+    run = pathlib.Path(run or begun.ready.run_dir)
+    run.mkdir(exist_ok=True)
+    (run / "config.gin").write_text(begun.ready.config.text)
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
-    checkpoints.left_out = ready.initial.left_out
-    checkpoints.save(3, state=state, data={}, meta=ready.meta)
+    checkpoints.left_out = begun.ready.initial.left_out
+    checkpoints.save(3, state=begun.state, data={}, meta=begun.ready.meta)
     checkpoints.close()
-    return run, pathlib.Path(folder)
+    return run
+
+
+def started(name, to, *more, **options):
+    """Returns a run of no step that tunes a folder, and the folder."""
+    found = begun(name, to, *more, **options)
+    return saved(found), found.folder
+
+
+def changed(begun):
+    """The same with all trained parameters changed."""
+    random = np.random.default_rng(7)
+
+    def moved(a, spec):
+        if not spec.trainable:
+            return a
+        return jax.device_put(np.asarray(a) + (0.1 * random.standard_normal(a.shape)).astype(a.dtype), a.sharding)
+
+    params = jax.tree.map(moved, begun.state.params, begun.ready.program.param_specs)
+    return begun._replace(state=begun.state._replace(params=params))
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory):
-    """A run that tunes the folder `llava`, and the folder."""
-    return started("llava", tmp_path_factory.mktemp("llava"))
+def begun_llava(tmp_path_factory):
+    """A run that tunes the folder `llava`."""
+    return begun("llava", tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
-def selecting(tmp_path_factory):
-    """The same with a selector."""
-    return started("llava", tmp_path_factory.mktemp("selecting"), *SELECTOR)
+def llava(begun_llava):
+    """The same, saved, and the folder."""
+    return saved(begun_llava), begun_llava.folder
+
+
+@pytest.fixture(scope="module")
+def selecting(begun_llava, tmp_path_factory):
+    """A run that tunes the folder `llava` with a selector, and the folder."""
+    return started("llava", tmp_path_factory.mktemp("selecting"), *SELECTOR, params=begun_llava.state.params)
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory):
+    """A run that tunes adapters of the folder `llava`, which is not saved."""
+    return begun("llava", tmp_path_factory.mktemp("adapting"), *ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def base(llava):
+    """The model of the folder `llava`."""
+    return loaded_model.load(str(llava[1]))
+
+
+@pytest.fixture(scope="module")
+def without_image(base):
+    """The folder's continuation of the prompt of `NO_IMAGE`."""
+    [found] = base.continued(**NO_IMAGE)
+    return found
 
 
 def run_command(*words):
@@ -100,7 +173,7 @@ def run_command(*words):
 
 @pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow), "smolvlm"])
 def test_an_export_has_every_tensor_of_its_folder(name, llava, tmp_path, capsys):
-    run, folder = llava if name == "llava" else started(name, tmp_path)
+    run, folder = llava if name == "llava" else started(name, tmp_path, slice_name="v5e-1")
     assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
     config = json.loads((folder / "config.json").read_text())
     assert f"{tmp_path / 'out'}: {config['model_type']}, " in capsys.readouterr().out
@@ -124,32 +197,34 @@ def test_an_export_has_every_tensor_of_its_folder(name, llava, tmp_path, capsys)
         pytest.param("smolvlm", ("FREEZE = ()",), marks=pytest.mark.slow),
     ],
 )
-def test_an_export_of_changed_parameters_continues_as_its_run(name, more, tmp_path):
-    run, folder = started(name, tmp_path, *more, changed=True)
-    merge = ["--merge"] * (more == ADAPTERS)
+def test_an_export_of_changed_parameters_continues_as_its_run(name, more, adapting, base, tmp_path):
+    first = adapting if more == ADAPTERS else begun(name, tmp_path, *more)
+    run, merge = saved(changed(first), tmp_path / "changed"), ["--merge"] * (more == ADAPTERS)
     assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32", *merge) == 0
-    found = {}
-    for place in (run, tmp_path / "out", folder):
+    found = []
+    for place in (run, tmp_path / "out", first.folder):
         published_files.use_copies(None)
-        model = loaded_model.load(str(place))
+        model = base if place == first.folder and name == "llava" else loaded_model.load(str(place))
         ids = model.checked(["what?"], max_tokens=8, is_chat=True, images=[[str(PHOTO)]])
         [text] = model.continued(["what?"], max_tokens=8, is_chat=True, images=[[str(PHOTO)]])
-        found[place] = ids, text
-    (ids, ours), (exported_ids, exported), (_, base) = found.values()
+        found.append((ids, text))
+    (ids, ours), (exported_ids, exported), (_, original) = found
     assert exported_ids == ids
     assert exported.ids == ours.ids
     np.testing.assert_allclose(exported.log_probabilities, ours.log_probabilities, atol=1e-4)
-    assert np.abs(np.subtract(base.log_probabilities[:1], ours.log_probabilities[:1])).max() > 1e-3
+    assert np.abs(np.subtract(original.log_probabilities[:1], ours.log_probabilities[:1])).max() > 1e-3
 
 
-def test_an_export_stops_where_answers_end(tmp_path):
-    run, folder = started("llava", tmp_path, end="<global-img>")
+def test_an_export_stops_where_answers_end(llava, tmp_path):
+    run, folder = llava[0], pathlib.Path(copied("llava", tmp_path, end="<global-img>"))
     (folder / "config.json").write_text(
         json.dumps({**json.loads((folder / "config.json").read_text()), "dtype": "float16"})
     )
-    assert run_command("export", run, "--out", tmp_path / "out") == 0
+    there = f"FOLDER = '{folder}'"
+    assert run_command("export", run, "--out", tmp_path / "out", "--gin", there) == 0
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    stops = loaded_model.load(str(run)).stop_ids
+    own = saved_run.read(str(run), step=steps.find(str(run)), bindings=[there]).experiment()
+    stops = ids.stop_ids(own.task.vocabulary)
     assert len(stops) == 2
     assert set(stops) <= set(generation["eos_token_id"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -190,23 +265,25 @@ def test_a_run_continues_a_prompt_with_an_image_as_transformers(name, tmp_path):
         assert reference["ids"].tolist() + found.ids == reference["greedy"].tolist()
 
 
-def test_a_run_with_rounded_products_is_exported_as_others(tmp_path):
-    run, folder = started("llava", tmp_path, "pretrained.model.quantization = 'int8'")
-    assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32") == 0
+def test_a_run_with_rounded_products_is_exported_as_others(llava, tmp_path):
+    run, folder = llava
+    rounded = ("--gin", "pretrained.model.quantization = 'int8'")
+    assert run_command("export", run, "--out", tmp_path / "out", "--dtype", "float32", *rounded) == 0
     exported, original = (load_file(f / "model.safetensors") for f in (tmp_path / "out", folder))
     assert all(np.array_equal(exported[key], original[key]) for key in original)
 
 
-def test_tensors_that_the_run_does_not_read_are_in_the_range_of_the_export(tmp_path, capsys):
-    run, folder = started("llava", tmp_path)
+def test_tensors_that_the_run_does_not_read_are_in_the_range_of_the_export(llava, tmp_path, capsys):
+    run, folder = llava[0], pathlib.Path(copied("llava", tmp_path))
     tensors = load_file(folder / "model.safetensors")
     name = next(key for key in tensors if "post_layernorm.weight" in key)
     tensors[name] = tensors[name] * 0 + 1e6
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert run_command("export", run, "--out", tmp_path / "narrow", "--dtype", "float16") == 2
+    there = ("--gin", f"INIT_FROM = '{folder}'")
+    assert run_command("export", run, "--out", tmp_path / "narrow", "--dtype", "float16", *there) == 2
     assert f"{name} has 1e+06, beyond the range of float16" in capsys.readouterr().err
     assert not (tmp_path / "narrow" / "config.json").exists()
-    assert run_command("export", run, "--out", tmp_path / "wide", "--dtype", "bfloat16") == 0
+    assert run_command("export", run, "--out", tmp_path / "wide", "--dtype", "bfloat16", *there) == 0
     assert np.isfinite(load_file(tmp_path / "wide" / "model.safetensors")[name].astype(np.float32)).all()
 
 
@@ -219,22 +296,20 @@ def test_a_selector_is_not_exported(selecting, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("tuned", ["llava", "selecting"])
-def test_text_without_an_image_is_that_of_the_decoder(tuned, request):
-    run, folder = request.getfixturevalue(tuned)
-    asked = {"prompts": ["A: no image"], "max_tokens": 8}
-    [want], [found] = (loaded_model.load(str(place)).continued(**asked) for place in (folder, run))
-    assert found.ids == want.ids
-    np.testing.assert_allclose(found.log_probabilities, want.log_probabilities, atol=1e-4)
+def test_text_without_an_image_is_that_of_the_decoder(tuned, without_image, request):
+    run, _ = request.getfixturevalue(tuned)
+    [found] = loaded_model.load(str(run)).continued(**NO_IMAGE)
+    assert found.ids == without_image.ids
+    np.testing.assert_allclose(found.log_probabilities, without_image.log_probabilities, atol=1e-4)
 
 
-def test_the_sample_at_the_end_of_a_run_is_text_of_its_decoder(tmp_path, monkeypatch):
+def test_the_sample_at_the_end_of_a_run_is_text_of_its_decoder(begun_llava, monkeypatch):
     monkeypatch.setattr(progress, "SAMPLE_IDS", 20)
-    folder = copied("llava", tmp_path)
-    told = (f"FOLDER = '{folder}'", f"DATA = '{tmp_path}/lines.jsonl'", "LENGTH = 64", "PROMPT = 'A: no image'")
-    experiment = loader.load("gin/finetune_images.gin", bindings=told, slice_name="v5e-1").build()
-    program = experiment.bind(jax.devices()[:1])
-    state = program.init()
-    state = state._replace(params=jax.tree.map(lambda a: a * 8, state.params))  # not almost uniform
+    _, ready, state = begun_llava
+    program, asked = ready.program, dataclasses.replace(ready.experiment.evaluation, prompt="A: no image")
+    experiment = dataclasses.replace(ready.experiment, evaluation=asked)
+    sharper = jax.tree.map(lambda a: jax.device_put(np.asarray(a) * np.asarray(8, a.dtype), a.sharding), state.params)
+    state = state._replace(params=sharper)  # not almost uniform
     text, params = text_part.of(program, state.params)
     assert text.model is experiment.model.decoder
     vocabulary = experiment.task.vocabulary
@@ -252,8 +327,8 @@ def test_a_run_with_a_selector_does_not_generate(selecting, capsys):
     assert "reads no images: only runs of gin/finetune_images" in capsys.readouterr().err
 
 
-def test_adapters_are_exported_merged(tmp_path, capsys):
-    run, folder = started("llava", tmp_path, *ADAPTERS)
+def test_adapters_are_exported_merged(adapting, tmp_path, capsys):
+    run, folder = saved(adapting), adapting.folder
     assert run_command("export", run, "--out", tmp_path / "alone") == 2
     assert "exported merged only: give --merge" in capsys.readouterr().err
     assert run_command("export", run, "--out", tmp_path / "out", "--merge", "--dtype", "float32") == 0

@@ -2,20 +2,36 @@
 
 import pytest
 
-from core import versions
+from core import identity, versions
 from launch import program_identity
 from launch.plan import search
-from parallel.planning import records
+from parallel.planning import model_trace, records
 from parallel.planning.records import Record
 
-_CONSIDERED = {}
+_CONSIDERED, _TRACED = {}, {}
+_trace = model_trace.trace
 EXPERIMENT, SLICE = "gin/quickstart.gin", "v4-8"
 REVISION = "0123456789abcdef0123456789abcdef01234567-dirty"
 
 
+def _traced_once(*arguments, slice, **options):
+    key = slice.name, identity.text([arguments, options])
+    if key not in _TRACED:
+        _TRACED[key] = _trace(*arguments, slice=slice, **options)
+    return _TRACED[key]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tracing_once():
+    """Tracing a model takes seconds, and most tests plan for the same few under various strategies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_trace, "trace", _traced_once)
+        yield
+
+
 @pytest.fixture
 def considered_once(monkeypatch):
-    """Tracing a model takes a second, and most tests that ask for this ask of the same one."""
+    """Judging all candidates takes a second, and most tests that ask for this ask of the same experiment."""
     options = search.options
 
     def remembered(question, *, only=()):
@@ -35,7 +51,9 @@ def question():
 
 @pytest.fixture(scope="session")
 def options(question):
-    return search.options(question)
+    with pytest.MonkeyPatch.context() as patch:  # before the fixtures of a module
+        patch.setattr(model_trace, "trace", _traced_once)
+        return search.options(question)
 
 
 @pytest.fixture(scope="session")

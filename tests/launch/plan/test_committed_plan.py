@@ -148,7 +148,13 @@ def test_arithmetic_is_near_what_compiled_experts_send(name):
 
 
 @pytest.mark.covers("N15")
-@pytest.mark.parametrize("name", ["valkyrie_100b", "valkyrie_128b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("valkyrie_100b", marks=pytest.mark.slow),  # the other one is larger
+        "valkyrie_128b",
+    ],
+)
 def test_arithmetic_is_near_the_compiled_peak_of_100_billion_parameters_and_more(name):
     experiment = loader.load(f"gin/{name}.gin").build()
     program = experiment.bind(compiling.devices_of(slices.get(experiment.slice)))

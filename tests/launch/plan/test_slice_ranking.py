@@ -22,11 +22,11 @@ def run(names, *given):
 
 def test_slices_are_ranked_by_hours_and_priced(cache, tmp_path, capsys):
     path = tmp_path / "ranked.json"
-    assert run("v4-8,v6e-4,v5e-4", *QUICKLY, "--price", "3,2.5,1", "--json", str(path)) == 0
+    assert run("v4-8,v4-16,v5e-4", *QUICKLY, "--price", "3,2.5,1", "--json", str(path)) == 0
     found = json.loads(path.read_text())
-    assert {row["slice"] for row in found} == {"v4-8", "v6e-4", "v5e-4"}
+    assert {row["slice"] for row in found} == {"v4-8", "v4-16", "v5e-4"}
     assert [sum(row["hours"]) for row in found] == sorted(sum(row["hours"]) for row in found)
-    for row, price in zip(sorted(found, key=lambda row: row["slice"]), (3, 1, 2.5), strict=True):
+    for row, price in zip(sorted(found, key=lambda row: row["slice"]), (2.5, 3, 1), strict=True):
         chips = slices.get(row["slice"]).chips
         assert row["dollars"] == pytest.approx([hours * chips * price for hours in row["hours"]])
     printed = capsys.readouterr().out

@@ -50,17 +50,31 @@ def loaded(*more):
     return loader.load("gin/quickstart.gin", bindings=(*SMALL, *more), slice_name="v5e-1")
 
 
+NOT_IN_A_STEP = ("EVAL_", "KEEP_BEST", "CHECKPOINT_INTERVAL", "settings.")  # settings that no step reads
+_programs = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(kept_programs):
+    """Runs share compiled programs, and those whose steps are the same share traced ones (`prepared`)."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JAX_COMPILATION_CACHE_DIR", kept_programs)
+        yield
+    _programs.clear()
+
+
+def prepared(experiment, *, config, run_dir, last_step):
+    """A prepared run, with the program of an earlier one if their steps are the same."""
+    told = {"config": config, "revision": "", "run_dir": str(run_dir), "last_step": last_step}
+    run = prepared_run.prepare_run(experiment, **told, host=Host(0, 1, True))
+    steps_read = [line for line in config.text.splitlines() if not line.startswith(NOT_IN_A_STEP)]
+    program = _programs.setdefault(("\n".join(steps_read), run.span.number), run.program)
+    return dataclasses.replace(run, program=program)
+
+
 def start(run_dir, *more, last_step=6):
     config = loaded(*more)
-    run = prepared_run.prepare_run(
-        config.build(),
-        config=config,
-        revision="",
-        run_dir=str(run_dir),
-        last_step=last_step,
-        host=Host(0, 1, True),
-    )
-    return Session(run).run()
+    return Session(prepared(config.build(), config=config, run_dir=run_dir, last_step=last_step)).run()
 
 
 def checked(run_dir, *more):
@@ -87,10 +101,11 @@ def run_dir(tmp_path_factory):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("NUM_STREAMS = 4",), "NUM_STREAMS = 4, was 2"),
+        # test_a_run_that_has_ended_says_so_and_is_not_taken_for_another is quick, and compares each of these settings
+        pytest.param(("NUM_STREAMS = 4",), "NUM_STREAMS = 4, was 2", marks=pytest.mark.slow),
         (("BATCH_SIZE = 8",), "BATCH_SIZE = 8, was 4"),
-        (("LENGTH = 32",), "LENGTH = 32, was 16"),
-        (("SEED = 1",), "SEED = 1, was 0"),
+        pytest.param(("LENGTH = 32",), "LENGTH = 32, was 16", marks=pytest.mark.slow),
+        pytest.param(("SEED = 1",), "SEED = 1, was 0", marks=pytest.mark.slow),
         (("VOCAB_SIZE = 12",), r"the vocabulary is another one \(hash \w{8}, was \w{8}\)"),
         (("TASK = @text.python_source()", "VOCAB_SIZE = 259"), "now:  text.python_source: "),
         (
@@ -132,8 +147,7 @@ def test_a_resumed_start_lists_the_settings_that_differ(run_dir, tmp_path, capsy
     for words in ("a start continues from step 3", "LEARNING_RATE = 0.25, was ", "TOTAL_STEPS = 5, was 6"):
         assert words in found.detail
     assert not checked(run_dir).is_note
-    start(tmp_path, last_step=3)
-    capsys.readouterr()
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     start(tmp_path, *FASTER, last_step=5)
     said = "2 settings differ from the checkpoint of step 3:\n  LEARNING_RATE = 0.25, was "
     assert said in capsys.readouterr().out
@@ -168,6 +182,7 @@ def test_a_run_that_has_ended_says_so_and_is_not_taken_for_another(run_dir, caps
 
 
 EVALUATED = ("EVAL_BATCHES = 1", "EVAL_INTERVAL = 3")
+OFTEN = ("EVAL_BATCHES = 1", "EVAL_INTERVAL = 2", "CHECKPOINT_INTERVAL = 2")
 
 
 def evaluated(run_dir):
@@ -229,12 +244,12 @@ def test_validation_data_that_cannot_be_read_end_a_run_before_its_first_step(tmp
 def test_an_evaluation_that_was_interrupted_is_made_before_training_continues(tmp_path, monkeypatch):
     asked = fail_first_evaluation(monkeypatch)
     with pytest.raises(OSError, match="no such file"):
-        start(tmp_path, *EVALUATED)
-    start(tmp_path, *EVALUATED)
-    assert asked == [3, 3, 6]
-    assert evaluated(tmp_path) == [3, 6]
-    start(tmp_path, *EVALUATED, "TOTAL_STEPS = 7", last_step=7)
-    assert asked == [3, 3, 6, 7]  # that of step 6 is recorded
+        start(tmp_path, *OFTEN)
+    start(tmp_path, *OFTEN, last_step=4)
+    assert asked == [2, 2, 4]
+    assert evaluated(tmp_path) == [2, 4]
+    start(tmp_path, *OFTEN)
+    assert asked == [2, 2, 4, 6]  # that of step 4 is recorded
 
 
 @pytest.mark.parametrize(
@@ -262,8 +277,7 @@ def test_hosts_meet_before_everything_that_they_do_together(tmp_path, monkeypatc
 
     monkeypatch.setattr(hooks.Meet, "at_boundary", noted)
     config = loaded(*EVALUATED, "settings.Checkpointing.params_checkpoint_interval = 2")
-    about = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 4, "host": Host(0, 1, True)}
-    run = prepared_run.prepare_run(config.build(), **about)
+    run = prepared(config.build(), config=config, run_dir=tmp_path, last_step=4)
     Session(dataclasses.replace(run, host=Host(0, 2, True))).run()
     assert met == [
         (2, ["checkpoint of the parameters"]),
@@ -289,8 +303,7 @@ def test_the_best_checkpoint_can_be_one_whose_evaluation_failed_at_first(tmp_pat
 
 def start_phases(run_dir, *, last_step):
     config = loaded(*EVALUATED, *LONGER)
-    told = {"config": config, "revision": "", "run_dir": str(run_dir), "last_step": last_step, "host": Host(0, 1, True)}
-    prepare = functools.partial(prepared_run.prepare_run, **told)
+    prepare = functools.partial(prepared, config=config, run_dir=run_dir, last_step=last_step)
     return train.run_phases(config.build().spans(), prepare, str(run_dir), last_step=last_step, lock=None)
 
 
@@ -412,8 +425,7 @@ def test_the_phase_of_a_step_decides_which_data_it_was_trained_on(tmp_path):
     assert [continuation.phase_of(spans, step).number for step in (0, 1, 3, 4, 6, 7)] == [1, 1, 1, 2, 2, 2]
     assert [continuation.phase_after(spans, step).number for step in (0, 1, 3, 4, 6, 7)] == [1, 1, 2, 2, 2, 2]
     for span, is_same in zip(spans, (True, False), strict=True):  # step 3 evaluated on the rows of either phase
-        options = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 6}
-        run = prepared_run.prepare_run(span._replace(count=1), **options, host=Host(0, 1, True))
+        run = prepared(span._replace(count=1), config=config, run_dir=tmp_path, last_step=6)
         asked = scoring.select(span.experiment.task, batch_size=4, eval_batches=1, rows=None)
         results, _ = evaluate.score(run, asked, all_steps=True)
         assert results.checkpoints[0]["same_data_as_in_training"] == is_same

@@ -261,9 +261,8 @@ def test_a_run_that_is_preempted_at_a_boundary_continues_bit_for_bit(launch, lau
 
 def test_the_check_before_a_start_covers_every_phase(tmp_path):
     wrong = ["split/experiment.Phase.batch_size = 12"]
-    found = preflight.check(
-        "gin/quickstart.gin", bindings=[*TINY, *PHASES, *wrong], slice_name="v4-16", run_dir=str(tmp_path)
-    ).findings
+    where = {"slice_name": "v4-16", "run_dir": str(tmp_path), "hosts": "simulated"}
+    found = preflight.check("gin/quickstart.gin", bindings=[*TINY, *PHASES, *wrong], **where).findings
     named = {(finding.name, finding.phase): finding for finding in found}
     assert named["layout", 2].ok
     assert named["memory", 2].ok

@@ -94,12 +94,21 @@ def test_an_experiment_that_does_not_run_is_refused():
         tuning.search(LEVERS, measuring({AS_IT_IS: None}, []))
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, kept_programs):
+    """A small run that is prepared in this process, and its configuration. Trials of one program compile it once."""
+    config = loader.load("gin/quickstart.gin", bindings=SMALL, slice_name="v5e-1")
+    how = {"config": config, "revision": "", "run_dir": str(tmp_path_factory.mktemp("run")), "last_step": 1}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JAX_COMPILATION_CACHE_DIR", kept_programs)
+        return prepared_run.prepare_run(config.build(), host=Host(0, 1, True), **how), config
+
+
 @pytest.fixture
-def made(tmp_path):
-    """A small run that is prepared in this process, and its configuration."""
-    config = loader.load("gin/quickstart.gin", bindings=SMALL, slice_name="v4-8")
-    how = {"config": config, "revision": "", "run_dir": str(tmp_path), "last_step": 1}
-    return prepared_run.prepare_run(config.build(), host=Host(0, 1, True), **how), config
+def made(prepared, tmp_path):
+    """The same in a run directory of its own."""
+    run, config = prepared
+    return dataclasses.replace(run, run_dir=str(tmp_path)), config
 
 
 class KernelError(Exception):
@@ -135,7 +144,7 @@ def test_steps_are_measured_and_the_fastest_settings_written(made, monkeypatch, 
     file = tmp_path / tuning.FILE
     assert f"use it with --gin \"include '{file}'\"" in said
     assert "simulated: not a measurement of TPUs" in file.read_text()
-    again = loader.load("gin/quickstart.gin", bindings=[*SMALL, f"include '{file}'"], slice_name="v4-8").build()
+    again = loader.load("gin/quickstart.gin", bindings=[*SMALL, f"include '{file}'"], slice_name="v5e-1").build()
     assert again.model == FUSED.applied(run.experiment).model
 
 

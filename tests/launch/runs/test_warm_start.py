@@ -1,5 +1,6 @@
 """INIT_FROM: the step and the revision that are checked are those that are read, and other models are told."""
 
+import functools
 import itertools
 import pathlib
 import shutil
@@ -46,16 +47,20 @@ def load(folder, *bindings):
     return loader.load("gin/finetune.gin", bindings=(*base, *bindings), slice_name="v4-16")
 
 
+@functools.cache
+def abstract_state(folder, *bindings):
+    return load(folder, *bindings).build().bind(jax.devices()).abstract_state
+
+
 def save(folder, run, step, *bindings, text=None, **more):
     """Saves a step of a run, whose numbers are all that of the step.
 
     `text`: its configuration, if not the bindings; `more`: further metadata.
     """
-    config = load(folder, *bindings)
-    text = text or config.text
-    state = config.build().bind(jax.devices()).abstract_state
+    text = text or load(folder, *bindings).text
     (run / "config.gin").write_text(text)
     checkpoints = Checkpoints(run / "checkpoints", keep=3)
+    state = abstract_state(folder, *bindings)
     filled = jax.tree.map(lambda a: jax.numpy.asarray(np.full(a.shape, step, a.dtype)), state)
     checkpoints.save(step, state=filled, data={}, meta={"config": text, **more})
     checkpoints.close()

@@ -3,20 +3,23 @@
 import re
 import sys
 
+import haiku as hk
 import jax
 import numpy as np
 import pytest
 
+from core import logical
 from core.types import DataLayout
 from launch import __main__ as cli
 from launch import environment, program_identity, terminal
 from launch.config import loader
 from launch.verify import agreement
-from models import agreement_subjects
+from models import agreement_subjects, losses
 from parallel import mesh, strategies
 from parallel.verify import agreement as parallel_agreement
 from parallel.verify import recording
 from parallel.verify.agreement import EXAMPLES, Difference, Example, StrategyRow, Subject, exceeding, tolerance
+from tests.haiku_model import HaikuModel
 
 OUTSIDE = environment.WORKSPACE / "tests" / "outside"
 PICTURES = """
@@ -241,10 +244,20 @@ def test_what_a_process_saves_is_compared_in_every_dtype(tmp_path):
     assert parallel_agreement.difference(found, arrays).absolute == 0
 
 
+class Bigram(HaikuModel):
+    """A table of next tokens, which compiles fast."""
+
+    vocab_size = 16
+
+    def _loss(self, batch):
+        table = logical.param("table", (16, 16), ("embed", "vocab"), hk.initializers.RandomNormal())
+        return losses.cross_entropy(table[batch["inputs"]], batch["targets"], batch["weights"], vocab_size=16)
+
+
 def test_processes_that_a_signal_ended_end_the_command_with_its_code(monkeypatch):
     monkeypatch.setattr(agreement.simulate, "run", lambda *args, **options: 130)
     with pytest.raises(SystemExit) as ended:
-        agree_when_played(["fsdp"], steps=1, processes=2)
+        agree_when_played(["fsdp"], steps=1, processes=2, model=Bigram())
     assert ended.value.code == 130
 
 

@@ -34,6 +34,14 @@ CASES = {
         ONCE,
     ),
 }
+# Each kind without a pipeline, and every schedule with one of them: `tensor` is 1F1B.
+QUICK = {
+    ("gpipe", "dropless"),
+    ("zero-bubble", "capacity"),
+    ("tensor", "capacity"),
+    ("gathered once", "dropless"),
+    ("gathered once", "capacity"),
+}
 
 
 def collectives(jaxpr):
@@ -55,9 +63,15 @@ def program(kind, example, options):
     return bind(Transformer(**SIZES, feed_forward=EXPERTS[kind]), example, batches()[0], **options)
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
-@pytest.mark.parametrize("case", CASES)
-def test_a_step_exchanges_tokens_and_gathers_no_expert(kind, case):
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        pytest.param(case, kind, marks=[pytest.mark.slow] * ((case, kind) not in QUICK))
+        for case in CASES
+        for kind in EXPERTS
+    ],
+)
+def test_a_step_exchanges_tokens_and_gathers_no_expert(case, kind):
     tables, options = CASES[case]
     bound = program(kind, Example("v4-16", tables), options)
     with bound.partitioner.tracing():

@@ -136,8 +136,10 @@ class Case(NamedTuple):
         return getattr(strategies, self.make)(stage=self.stages, schedule=schedule, **options)
 
 
-QUICK = [Case("gpipe", 2, tail="")]  # the next test is 1F1B
-SLOW = [
+# Quick tests below have auxiliary losses too, each with another tail: layers with different parameters, of two kinds,
+# and a circular pipeline.
+CASES = [
+    Case("gpipe", 2, tail=""),
     *(Case(name, 2, save=save) for name in MAKE for save in ("layers", "stage")),
     *(Case(name, 2, make) for name in MAKE for make in ("pipeline_fsdp", "pipeline_fsdp_tensor")),
     Case("circular", 2, "pipeline_fsdp", tail=""),
@@ -160,9 +162,9 @@ def equal(found, wanted):
 @pytest.mark.covers("M12")
 @pytest.mark.parametrize(
     "case",
-    [*(pytest.param(c, id=label(c)) for c in QUICK)]
-    + [pytest.param(c, id=label(c), marks=pytest.mark.slow) for c in dict.fromkeys(SLOW) if c not in QUICK],
+    [pytest.param(case, id=label(case)) for case in dict.fromkeys(CASES)],
 )
+@pytest.mark.slow
 def test_an_auxiliary_loss_has_the_value_and_gradients_of_one_device(case, one_device):
     model = Scored(tail=case.tail)
     equal(gradients(model, case.tables, "v4-8"), one_device(model))
@@ -256,10 +258,10 @@ def test_a_pattern_over_26_layers_has_the_numbers_of_one_device(name, stages, ma
     equal(gradients(FIVE_TO_ONE, Case(name, stages, make).tables, "v4-8"), wanted)
 
 
-@pytest.mark.parametrize("layers", [6, pytest.param(7, marks=pytest.mark.slow)])
-def test_parts_of_a_circular_pipeline_that_are_not_full(layers, one_device):
+@pytest.mark.parametrize(("layers", "tail"), [(6, ""), pytest.param(7, "params", marks=pytest.mark.slow)])
+def test_parts_of_a_circular_pipeline_that_are_not_full(layers, tail, one_device):
     """Over 2 stages x 2 repeats: 6 layers are stored by stages, 7 are not; parts have 2 layers, the last 0 or 1."""
-    model = Scored(layers, ("local",) * 2 + ("global",))
+    model = Scored(layers, ("local",) * 2 + ("global",), tail)
     equal(gradients(model, Case("circular", 2).tables, "v4-8"), one_device(model))
 
 

@@ -46,6 +46,12 @@ COMPILED = {
 }
 
 
+@pytest.fixture(scope="module")
+def two_layers(trace_of):
+    """Two layers of 7B with 32 rows on a v4-32."""
+    return trace_of(transformer.preset("7b", num_layers=2, remat="full"), remats=["full", "none"])
+
+
 def test_what_is_saved_on_the_host_takes_pcie_and_no_hbm(trace_of):
     """Two layers of 7B, 2 rows of 2,048 tokens on a chip; attention's inputs and output are 64 MiB a row and layer."""
     known = trace_of(transformer.preset("7b", num_layers=2), remats=["attention", "attention_on_host", "full"])
@@ -80,13 +86,12 @@ def test_hbm_and_traffic_of_7b_are_near_the_compiled_ones(seven_b, name):
     assert [float(cell) for cell in row] == pytest.approx(shown, rel=0.02)
 
 
-def test_a_pipeline_of_one_stage_costs_what_the_step_without_a_pipeline_costs(trace_of):
-    known = trace_of(transformer.preset("7b", num_layers=2), remats=["full", "none"])
+def test_a_pipeline_of_one_stage_costs_what_the_step_without_a_pipeline_costs(two_layers):
     one_stage = strategies.pipeline_fsdp(stage=1, schedule=schedules.interleaved(num_microbatches=8, repeats=4))
     for step in (FULL, Step("none", 32, 2)):
-        found, wanted = (arithmetic.estimate(ShardedState(t, known), step) for t in (one_stage, strategies.fsdp()))
+        found, wanted = (arithmetic.estimate(ShardedState(t, two_layers), step) for t in (one_stage, strategies.fsdp()))
         assert found == wanted
-    ShardedState(one_stage, known).check(FULL)  # 32 rows would not divide over 16 groups x 8 microbatches
+    ShardedState(one_stage, two_layers).check(FULL)  # 32 rows would not divide over 16 groups x 8 microbatches
 
 
 @pytest.mark.parametrize(("slice_name", "wire"), [("v4-32", 3.77), ("v4-8", 2.34)])
@@ -113,11 +118,11 @@ def test_of_a_table_of_inputs_of_layers_only_what_was_looked_up_is_sent(trace_of
     assert 0 < found[128] - found[64] - sent < 6 * projection
 
 
-def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of):
+def test_a_replica_s_share_of_the_embedding_is_summed_in_float32(trace_of, two_layers):
     """Over data: twice 3/4 of the piece of a chip, as large as 4 bytes make it; over fsdp 3/4 of its own rows."""
     found = {}
-    for vocab in (32000, 64000):
-        known = trace_of(transformer.preset("7b", num_layers=2, remat="full", vocab_size=vocab), remats=["full"])
+    larger = trace_of(transformer.preset("7b", num_layers=2, remat="full", vocab_size=64000), remats=["full"])
+    for vocab, known in {32000: two_layers, 64000: larger}.items():
         traffic = arithmetic.estimate(ShardedState(strategies.hsdp(data=4), known), FULL).time.traffic
         found[vocab] = {axis.axes: axis.wire_bytes for axis in traffic}
     more = {axes: found[64000][axes] - found[32000][axes] for axes in found[32000]}
@@ -145,9 +150,8 @@ def test_tokens_go_to_their_experts_and_back_in_both_passes(trace_of, capacity, 
     assert [axis for axis in found if axis.axes != ("expert",)] == [a for a in others if a.axes != ("expert",)]
 
 
-def test_updated_parameters_are_gathered_where_only_the_optimizer_s_state_is_sharded(trace_of):
-    known = trace_of(transformer.preset("7b", num_layers=2), remats=["none"])
-    states = [ShardedState(tables, known) for tables in (strategies.zero1(), strategies.data_parallel())]
+def test_updated_parameters_are_gathered_where_only_the_optimizer_s_state_is_sharded(two_layers):
+    states = [ShardedState(tables, two_layers) for tables in (strategies.zero1(), strategies.data_parallel())]
     (sharded,), (whole,) = (arithmetic.estimate(state, Step("none", 32, 1)).time.traffic for state in states)
     count = sum(leaf.size for leaf, of in states[0].params if "norm" not in of.names)
     assert (sharded.axes, sharded.wire_bytes - whole.wire_bytes) == (("data",), pytest.approx(15 / 16 * 4 * count))
@@ -214,7 +218,11 @@ def test_state_is_exact(trace_of, tables, optimizer):
 
 
 @pytest.mark.parametrize(
-    "tables", [strategies.fsdp(), strategies.pipeline(stage=2, schedule=schedules.zero_bubble(num_microbatches=2))]
+    "tables",
+    [
+        pytest.param(strategies.fsdp(), marks=pytest.mark.slow),  # as of the pipeline, with fewer formulas
+        strategies.pipeline(stage=2, schedule=schedules.zero_bubble(num_microbatches=2)),
+    ],
 )
 def test_a_program_has_the_estimate_of_its_candidate_in_a_plan(trace_of, tables):
     """Which traces every choice of `remat`: some formulas need those that save most and least."""
@@ -296,10 +304,9 @@ def test_accumulation_is_less_hbm_and_more_traffic(seven_b):
     assert one.time.traffic_seconds < two.time.traffic_seconds
 
 
-def test_gathering_once_takes_whole_float32_parameters_and_gradients_and_sends_them_once(trace_of):
+def test_gathering_once_takes_whole_float32_parameters_and_gradients_and_sends_them_once(two_layers):
     """By hand, of two layers over fsdp 16: a gather, and a reduction that is compiled as a sum over all chips."""
-    known = trace_of(transformer.preset("7b", num_layers=2, remat="full"), remats=["full"])
-    sharded = ShardedState(strategies.fsdp(), known)
+    sharded = ShardedState(strategies.fsdp(), two_layers)
     each, once, alone = (
         arithmetic.estimate(sharded, Step("full", 64, steps, gather_once=is_once))
         for steps, is_once in ((4, False), (4, True), (1, True))
@@ -369,18 +376,19 @@ ON_HOST = "attention_and_input_on_host"
 @pytest.mark.parametrize(
     ("schedule", "layers", "remat"),
     [
-        (schedules.gpipe(num_microbatches=4), 4, "full"),
         (schedules.gpipe(num_microbatches=4), 5, ON_HOST),
-        (schedules.gpipe(num_microbatches=4, save="stage"), 4, "projections"),
         (schedules.one_f_one_b(num_microbatches=8), 4, "projections"),
-        (schedules.one_f_one_b(num_microbatches=8, save="stage"), 5, ON_HOST),
-        (schedules.circular(num_microbatches=4, repeats=2), 4, "projections"),
         (schedules.interleaved(num_microbatches=4, repeats=2, save="stage"), 4, "full"),
+        # Each value of these is in one above; circular runs as gpipe does.
+        pytest.param(schedules.gpipe(num_microbatches=4), 4, "full", marks=pytest.mark.slow),
+        pytest.param(schedules.gpipe(num_microbatches=4, save="stage"), 4, "projections", marks=pytest.mark.slow),
+        pytest.param(schedules.one_f_one_b(num_microbatches=8, save="stage"), 5, ON_HOST, marks=pytest.mark.slow),
+        pytest.param(schedules.circular(num_microbatches=4, repeats=2), 4, "projections", marks=pytest.mark.slow),
     ],
     ids=lambda value: f"{value.name}-{value.save}" if isinstance(value, schedules.Schedule) else str(value),
 )
 def test_the_saved_values_of_a_pipeline_are_those_that_it_allocates(schedule, layers, remat, monkeypatch):
-    """In the traced step; `_allocate` is called again with the same arrays whenever a loop is traced again."""
+    """In the step as traced for its checks; `_allocate` gets the same arrays again where a loop is traced again."""
     allocate, calls = stage._allocate, {}
 
     def recorded(*arguments):
@@ -395,8 +403,6 @@ def test_the_saved_values_of_a_pipeline_are_those_that_it_allocates(schedule, la
     bound = Partitioner(tables, slice=slices.get("v4-8"), devices=jax.devices()[:4])
     spec = streams.batch_spec(16, length=128)
     program = bound.program(model, optimizers.adamw(learning_rate=lambda step: 1e-3), spec, seed=0)
-    with bound.tracing():
-        program.jitted_train_step.trace(program.abstract_state, program.abstract_batch)
     host, hbm = (
         sum(size for arrays in calls.values() for size, place in arrays if (place == jax.memory.Space.Host) == is_host)
         for is_host in (True, False)
@@ -465,9 +471,9 @@ def seven_b_layers(trace):
     return [pair for pair in model_trace.leaves(trace.shapes.params, trace.axes.params) if "layers" in pair[1].names]
 
 
-def test_frozen_parameters_cost_no_gradient_and_half_the_bytes(trace_of):
-    model = transformer.preset("7b", num_layers=2, remat="full")
-    all_, frozen = (trace_of(model, frozen=names, remats=["none", "full"]) for names in ((), ("layers/*", "embedding")))
+def test_frozen_parameters_cost_no_gradient_and_half_the_bytes(trace_of, two_layers):
+    model, all_ = transformer.preset("7b", num_layers=2, remat="full"), two_layers
+    frozen = trace_of(model, frozen=("layers/*", "embedding"), remats=["none", "full"])
     trained, tuned = (ShardedState(strategies.fsdp(), trace) for trace in (all_, frozen))
     output = 4 * (32000 * 4096 + 4096)  # the output matrix and the final norm, in float32
     assert tuned.gradients == pytest.approx(output / 16, rel=1e-3)
