@@ -115,6 +115,16 @@ def names(params: Params | Specs) -> list[str]:
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
+def where(params: Params | Specs, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Returns the tree of the parameters whose paths are wanted; modules without one are left out."""
+    key = jax.tree_util.DictKey
+    found = {
+        module: {name: leaf for name, leaf in leaves.items() if is_wanted(path_name((key(module), key(name))))}
+        for module, leaves in params.items()
+    }
+    return {module: leaves for module, leaves in found.items() if leaves}
+
+
 def matches(params: Params | Specs, patterns: Sequence[str], *, where: str = "patterns") -> Any:
     """Returns a tree of booleans: whether a parameter's path matches a pattern (shell wildcards).
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from core import logical, optimizers, platforms, random_bits, slices, stack, step, units, wrappers
+from core import logical, optimizers, parameters, platforms, random_bits, slices, stack, step, units, wrappers
 from core.batches import BatchSpec, Field, batch_shapes, batch_size, check_spec
 from core.errors import UserError, named_model
 from core.optimizers import Optimizer
-from core.parameters import Specs, path_name
+from core.parameters import Specs
 from core.slices import Slice
 from core.step import TrainState
 from core.types import Batch, DataLayout, Model, Params
@@ -275,7 +275,11 @@ class Program:
 
     def _check_dtypes(self) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(self._params[0])
-        others = [f"{path_name(path)}: {a.dtype}" for path, a in leaves if not jnp.issubdtype(a.dtype, jnp.floating)]
+        others = [
+            f"{parameters.path_name(path)}: {a.dtype}"
+            for path, a in leaves
+            if not jnp.issubdtype(a.dtype, jnp.floating)
+        ]
         if others:
             raise UserError(
                 f"parameters of {type(self.model).__name__} with dtypes that have no gradient: {', '.join(others)}; "
@@ -366,14 +370,18 @@ class Program:
         with self.partitioner.tracing():
             return self.jitted_init()
 
-    def init_params(self) -> Params:
-        """Initializes the parameters alone."""
+    def init_params(self, paths: Collection[str] | None = None) -> Params:
+        """Initializes the parameters with these paths (`layers/block/query`), and no others; None: all."""
+
+        def chosen(params: Params) -> Params:
+            return params if paths is None else parameters.where(params, paths.__contains__)
 
         def fresh() -> Params:
-            return self._created(jax.random.key(self.seed), self._zeros())
+            return chosen(self._created(jax.random.key(self.seed), self._zeros()))
 
+        layouts = chosen(self.state_shardings.params)
         with self.partitioner.tracing():
-            return jax.jit(fresh, out_shardings=self.state_shardings.params, compiler_options=self._options_of_init)()
+            return jax.jit(fresh, out_shardings=layouts, compiler_options=self._options_of_init)()
 
     def init_from(self, params: Params) -> TrainState:
         """Returns the state before the first step with the given parameters, which are donated."""

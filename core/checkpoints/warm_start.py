@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -363,7 +363,7 @@ def chosen(params: Any, patterns: Sequence[str]) -> Any:
     Patterns are shell wildcards over paths such as `layers/block/query`.
     """
     parameters.matches(params, patterns, where="INIT_PATTERNS")
-    return _where(params, lambda path: any(fnmatch.fnmatch(path, p) for p in patterns))
+    return parameters.where(params, lambda path: any(fnmatch.fnmatch(path, p) for p in patterns))
 
 
 def read_from(source: ParameterSource, params: Any, patterns: Sequence[str], *, optional: Sequence[str]) -> Any:
@@ -373,22 +373,10 @@ def read_from(source: ParameterSource, params: Any, patterns: Sequence[str], *, 
       params, patterns: as in `chosen`.
       optional: wildcards over paths that are left out where the source lacks them.
     """
-    return _where(
+    return parameters.where(
         chosen(params, patterns),
         lambda path: source.has(path) or not any(fnmatch.fnmatch(path, p) for p in optional),
     )
-
-
-def _where(params: Any, is_wanted: Callable[[str], bool]) -> Any:
-    selected = {
-        module: {name: leaf for name, leaf in entries.items() if is_wanted(parameters.path_name(_keys(module, name)))}
-        for module, entries in params.items()
-    }
-    return {module: entries for module, entries in selected.items() if entries}
-
-
-def _keys(module: str, name: str) -> tuple:
-    return jax.tree_util.DictKey(module), jax.tree_util.DictKey(name)
 
 
 def require_fit(
@@ -430,7 +418,7 @@ def require_fit(
 
 def load(
     source: ParameterSource,
-    init: Callable[[], Any],
+    init: Callable[[Collection[str]], Any],
     abstract: Any,
     specs: Specs,
     patterns: Sequence[str],
@@ -442,7 +430,7 @@ def load(
     """Reads the parameters that match the patterns from `source`, and initializes all others.
 
     Args:
-      init: initializes all parameters; called only if some are not read.
+      init: initializes the parameters with these paths; called only if some are not read.
       abstract, specs: shapes with shardings, and specs, of the parameters.
       patterns: as in `chosen`.
       optional: wildcards over paths that are initialized where the source lacks them.
@@ -450,16 +438,14 @@ def load(
       progress: called with a path, its number from 1, and the number of parameters.
     """
     wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (abstract, specs))
-    is_whole = len(jax.tree.leaves(wanted)) == len(jax.tree.leaves(abstract)) and not (layers and layers.initializes)
-    fresh = {} if is_whole else init()
-    for path, array in _by_path({} if is_whole else read_from(source, fresh, patterns, optional=optional)).items():
-        if not (layers and layers.needs_fresh(path)):
-            array.delete()  # to make room
+    is_read = {path: not (layers and layers.needs_fresh(path)) for path in _by_path(wanted)}
+    absent = [path for path in _by_path(abstract) if not is_read.get(path)]
+    fresh = init(absent) if absent else {}
     read = source.load(layers.in_source(wanted) if layers else wanted, of_these, progress=progress)
     loaded: Mapping = layers.arranged(read, wanted, fresh) if layers else read
-    if is_whole:
-        return loaded
     return {
-        module: {name: loaded.get(module, {}).get(name, leaf) for name, leaf in entries.items()}
-        for module, entries in fresh.items()
+        module: {
+            name: loaded[module][name] if name in loaded.get(module, ()) else fresh[module][name] for name in entries
+        }
+        for module, entries in abstract.items()
     }

@@ -309,3 +309,33 @@ def test_initialization_on_cpus_is_compiled_at_a_lower_level(monkeypatch):
     assert program.jitted_init
     assert given == [{"xla_backend_optimization_level": 1}] * 2
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, program.init().params))
+
+
+def test_chosen_parameters_are_initialized_alone_to_the_same_numbers():
+    program = bind(FSDP, "v4-8", jax.devices()[:4]).program(TINY, ADAMW, batch_spec(4), seed=0)
+    whole, some = program.init_params(), program.init_params(["layers/block/up"])
+    assert jax.tree.map(lambda a: a.sharding, some) == {
+        "layers/block": {"up": program.state_shardings.params["layers/block"]["up"]}
+    }
+    np.testing.assert_array_equal(some["layers/block"]["up"], whole["layers/block"]["up"])
+
+
+def test_the_traces_of_the_checks_are_those_of_the_steps():
+    """Overlapped reductions have derivatives of their own, so the check traces the training step, too."""
+    traced = []
+
+    class Counted(HaikuModel):
+        def sums(self, batch, *, is_training):
+            traced.append(is_training)
+            scale = logical.param("scale", (), (), jnp.ones)
+            return LossOutput(scale * jnp.sum(batch["weights"]), jnp.sum(batch["weights"]), {})
+
+    program = bind(strategies.fsdp(overlap_reduction=True), "v4-8", jax.devices()[:4]).program(
+        Counted(), ADAMW, batch_spec(8), seed=0
+    )
+    rows = np.ones((8, 8), np.int32)
+    state, batch = program.init(), program.put({k: rows.astype(s.dtype) for k, s in batch_spec(8).items()})
+    seen = len(traced)
+    program.eval_step(state, batch)
+    program.train_step(state, batch)
+    assert len(traced) == seen
