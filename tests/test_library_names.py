@@ -24,10 +24,10 @@ PRODUCT = [
 ]
 
 
-def imported_as(tree):
+def imported_as(nodes):
     """{name in a file: what of LIBRARIES it stands for}, of imports at the top and inside functions."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found[alias.asname or alias.name.split(".")[0]] = (
@@ -40,10 +40,11 @@ def imported_as(tree):
 
 def names_used(text):
     """Every dotted name of LIBRARIES in a file, as long as it is written."""
-    tree = ast.parse(text)
-    aliases = imported_as(tree)
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(text)))
+    if not (aliases := imported_as(nodes)):
+        return
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         attributes = []
         if id(node) in inner:
             continue

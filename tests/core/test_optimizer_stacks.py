@@ -125,7 +125,7 @@ def apart(params):
 
 
 def trained(init, update, params, steps=3):
-    state = init(params)
+    state, update = jax.jit(init)(params), jax.jit(update)
     for _ in range(steps):
         grads = jax.tree.map(lambda p: jnp.sin(3 * p) + 0.1, params)
         params, state = update(grads, state, params)
@@ -226,12 +226,13 @@ def test_a_rule_of_a_user_takes_the_matrices_of_each_layer(monkeypatch):
     monkeypatch.syspath_prepend(environment.WORKSPACE / "tests" / "outside")
     optimizer = importlib.import_module("muon_by_kind").muon_by_kind(learning_rate=0.1, weight_decay=0.2).bound(SPECS)
     grads = jax.tree.map(lambda p: jnp.sin(3 * p), PARAMS)
-    found, state = optimizer.update(grads, optimizer.init(PARAMS), PARAMS)
+    found, state = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(grads, PARAMS)
     muon = optimizers.base.nodes(state, optax.contrib.MuonState)
     matrices = {"layers/block/query", "layers/block/up"}
     assert {name for node in muon for name in parameters.names(node.mu)} == matrices
     of_one = optax.chain(optax.contrib.scale_by_muon(), optax.add_decayed_weights(0.2), optax.scale(-0.1))
+    alone = jax.jit(lambda g, p: p + of_one.update(g, of_one.init(p), p)[0])
     for i in range(LAYERS):
         p, g = (layer(tree, i)["query"].reshape(6, 8) for tree in (PARAMS, grads))
-        want = p + of_one.update(g, of_one.init(p), p)[0]
+        want = alone(g, p)
         np.testing.assert_allclose(layer(found, i)["query"].reshape(6, 8), want, atol=2e-5)

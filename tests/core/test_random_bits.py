@@ -11,7 +11,12 @@ KEY = jax.random.key(5)
 
 
 def bits(rows):
-    return np.asarray(jax.vmap(lambda key: jax.random.bits(key, (3,)))(random_bits.row_keys(KEY, jnp.asarray(rows))))
+    return np.asarray(_bits(jnp.asarray(rows)))
+
+
+@jax.jit
+def _bits(rows):
+    return jax.vmap(lambda key: jax.random.bits(key, (3,)))(random_bits.row_keys(KEY, rows))
 
 
 @pytest.mark.covers("T12")

@@ -74,9 +74,19 @@ def remat(request):
         yield remat
 
 
+def with_gradient(loss, apply, params):
+    """Returns the gradient of `loss(x, out)` and what `apply` gives, both of one compiled program."""
+
+    def value(params):
+        found = apply(params)
+        return loss(*found), found
+
+    return jax.jit(jax.grad(value, has_aux=True))(params)
+
+
 def test_parameters_are_stacked_named_and_different():
     init = network().init
-    params = init(KEY, X, SIDE)
+    params = jax.jit(init)(KEY, X, SIDE)
     assert list(params) == ["layers/layer"]
     w = params["layers/layer"]["w"]
     assert w.shape == (LAYERS, 3, 3)
@@ -98,14 +108,14 @@ def test_scan_is_the_composition_of_the_layers():
     [*REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names"), OnHost(("activation",))],
 )
 def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
-    params = network().init(KEY, X, SIDE)
+    params = jax.jit(network().init)(KEY, X, SIDE)
 
     def value(params, runner):
         with stack.use_runner(runner):
             return jnp.sum(network(remat=remat).apply(params, None, X, SIDE) ** 2)
 
-    want, want_grad = jax.value_and_grad(value)(params, stack.scan_runner)
-    got, got_grad = jax.value_and_grad(value)(params, by_loop)
+    both = jax.jit(jax.value_and_grad(value), static_argnums=1)
+    (want, want_grad), (got, got_grad) = both(params, stack.scan_runner), both(params, by_loop)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), got_grad, want_grad)
 
@@ -178,13 +188,14 @@ def test_each_layer_has_a_key_of_its_own_equal_under_every_runner():
         return x, out
 
     net = network(drops=True)
-    params = net.init(KEY, X, SIDE)
-    want = net.apply(params, KEY, X, SIDE)
-    for runner in (recording, whole):
+    apply = jax.jit(net.apply)
+    params = jax.jit(net.init)(KEY, X, SIDE)
+    want = apply(params, KEY, X, SIDE)
+    for runner, applied in ((recording, net.apply), (whole, apply)):
         with stack.use_runner(runner):
-            np.testing.assert_allclose(net.apply(params, KEY, X, SIDE), want, rtol=1e-6)
+            np.testing.assert_allclose(applied(params, KEY, X, SIDE), want, rtol=1e-6)
     assert len(np.unique(seen[0], axis=0)) == LAYERS
-    assert not np.array_equal(net.apply(params, jax.random.key(4), X, SIDE), want)
+    assert not np.array_equal(apply(params, jax.random.key(4), X, SIDE), want)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -266,14 +277,12 @@ def close(got, want):
 
 def test_a_layer_has_a_tree_as_stream_an_input_of_its_own_and_outputs_stacked_or_summed(remat):
     net = weighted_stack(remat=remat)
-    params = net.init(KEY)
-    close(net.apply(params), weighted_by_hand(params))
+    params = jax.jit(net.init)(KEY)
 
-    def value(params, apply):
-        x, out = apply(params)
+    def loss(x, out):
         return jnp.sum(x["scores"]) + 3 * out["loss"] + jnp.sum(out["cache"] ** 2)
 
-    close(jax.grad(value)(params, net.apply), jax.grad(value)(params, weighted_by_hand))
+    close(with_gradient(loss, net.apply, params), with_gradient(loss, weighted_by_hand, params))
 
 
 @pytest.mark.usefixtures("runner")
@@ -320,6 +329,11 @@ def patterned(pattern, remat="none"):
     return hk.transform(lambda x: stack.layer_stack(of_a_kind, DEPTH, pattern=pattern, outputs=outputs, remat=remat)(x))
 
 
+def of_all(x, out):
+    """A loss that depends on all outputs."""
+    return jnp.sum(x) + out["sum"] + jnp.sum(out["seen"] ** 2)
+
+
 def patterned_by_hand(params):
     x, every = X, []
     for i, w in enumerate(params["layers/~"]["w"]):
@@ -331,24 +345,18 @@ def patterned_by_hand(params):
 @pytest.mark.parametrize("pattern", [PATTERN, (PATTERN * 5)[:DEPTH]], ids=["a group", "every layer"])
 def test_layers_follow_a_pattern_with_a_remainder(pattern):
     net = patterned(pattern, "full")
-    params = net.init(KEY, X)
+    params = jax.jit(net.init)(KEY, X)
     assert params["layers/~"]["w"].shape == (DEPTH, 3, 3)
-    close(net.apply(params, None, X), patterned_by_hand(params))
-
-    def value(params, apply):
-        x, out = apply(params)
-        return jnp.sum(x) + out["sum"] + jnp.sum(out["seen"] ** 2)
-
-    got = jax.grad(value)(params, lambda params: net.apply(params, None, X))
-    np.testing.assert_allclose(
-        *jax.tree.leaves((got, jax.grad(value)(params, patterned_by_hand))), rtol=1e-4, atol=1e-4
-    )
+    got, found = with_gradient(of_all, lambda params: net.apply(params, None, X), params)
+    want, by_hand = with_gradient(of_all, patterned_by_hand, params)
+    close(found, by_hand)
+    np.testing.assert_allclose(*jax.tree.leaves((got, want)), rtol=1e-4, atol=1e-4)
     (loop,) = (e for e in jax.make_jaxpr(net.apply)(params, None, X).eqns if e.primitive.name == "scan")
     assert loop.params["length"] == DEPTH // 3  # groups; the two layers that are left over are unrolled
 
 
 def test_a_layer_is_initialized_by_its_own_kind_and_key():
-    both, local = (patterned(pattern).init(KEY, X)["layers/~"]["w"] for pattern in (PATTERN, ("local",)))
+    both, local = (jax.jit(patterned(p).init)(KEY, X)["layers/~"]["w"] for p in (PATTERN, ("local",)))
     is_global = np.arange(DEPTH) % 3 == 2
     np.testing.assert_array_equal(both[~is_global], local[~is_global])
     np.testing.assert_allclose(both[is_global], 2 * local[is_global], rtol=1e-6)
@@ -387,17 +395,11 @@ def grouped_by_hand(params):
 
 def test_layers_of_a_group_have_parameters_of_their_own(remat):
     net = grouped(remat)
-    params = net.init(KEY, X)
+    params = jax.jit(net.init)(KEY, X)
     shapes = {name: leaves["w"].shape for name, leaves in params.items()}
     assert shapes == {"layers/at_0": (2, 3, 3), "layers/at_1": (2, 3), "layers/at_2": (2, 3, 3)}
-    close(net.apply(params, KEY, X), grouped_by_hand(params))
-
-    def value(params, apply):
-        x, out = apply(params)
-        return jnp.sum(x) + out["sum"] + jnp.sum(out["seen"] ** 2)
-
-    got = jax.grad(value)(params, lambda params: net.apply(params, KEY, X))
-    close(got, jax.grad(value)(params, grouped_by_hand))
+    got = with_gradient(of_all, lambda params: net.apply(params, KEY, X), params)
+    close(got, with_gradient(of_all, grouped_by_hand, params))
 
 
 def test_layers_that_do_not_divide_into_groups_are_refused():
@@ -436,19 +438,13 @@ def after_others_by_hand(params):
 
 def test_first_layers_have_parameters_and_kinds_of_their_own(remat):
     net = after_others(remat)
-    params = net.init(KEY, X)
+    params = jax.jit(net.init)(KEY, X)
     shapes = {name: leaves["w"].shape for name, leaves in params.items()}
     assert shapes == {"first_layers/at_0": (2, 3), "layers/at_0": (5, 3, 3)}
     _, specs = logical.abstract_init(net.init, KEY, X)
     assert [specs[name]["w"].axes[0] for name in params] == ["first_layers", "layers"]
-    close(net.apply(params, KEY, X), after_others_by_hand(params))
-
-    def value(params, apply):
-        x, out = apply(params)
-        return jnp.sum(x) + out["sum"] + jnp.sum(out["seen"] ** 2)
-
-    got = jax.grad(value)(params, lambda params: net.apply(params, KEY, X))
-    close(got, jax.grad(value)(params, after_others_by_hand))
+    got = with_gradient(of_all, lambda params: net.apply(params, KEY, X), params)
+    close(got, with_gradient(of_all, after_others_by_hand, params))
 
 
 def handing_over(x, side, *, kind):
@@ -463,7 +459,7 @@ def test_first_layers_hand_over_what_later_layers_read(remat):
     first = stack.First(("first", "first"), hands_over=True)
     stacked = stack.layer_stack(handing_over, LAYERS, pattern=("other",), first=first, remat=remat)
     net = hk.transform(lambda x: stacked((x, jnp.zeros_like(x)), (SIDE,)))
-    params = net.init(KEY, X)
+    params = jax.jit(net.init)(KEY, X)
 
     def by_hand(params):
         x = kept = X
@@ -473,8 +469,9 @@ def test_first_layers_hand_over_what_later_layers_read(remat):
             x = jnp.tanh((x + kept) @ w + SIDE["bias"])
         return jnp.sum(x**2)
 
-    got = jax.value_and_grad(lambda params: jnp.sum(net.apply(params, None, X) ** 2))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, jax.value_and_grad(by_hand)(params))
+    got = jax.jit(jax.value_and_grad(lambda params: jnp.sum(net.apply(params, None, X) ** 2)))(params)
+    want = jax.jit(jax.value_and_grad(by_hand))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
 
 
 @pytest.mark.parametrize("count", [0, 5, 6])

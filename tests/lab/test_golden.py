@@ -291,9 +291,8 @@ def test_experiments_compile_to_what_is_recorded(name):
     check_compiled(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["quickstart", *(pytest.param(n, marks=pytest.mark.slow) for n in golden.files() if n != "quickstart")]
-)
+@pytest.mark.slow  # test_quickstart_compiles_to_its_record is quick, and compares this too
+@pytest.mark.parametrize("name", golden.files())
 def test_the_code_still_makes_the_recorded_program(name, pinned_compiler):
     record, found = golden.read(name), golden.traced(golden.files()[name])
     assert found["fingerprint"] == record["fingerprint"]

@@ -65,6 +65,14 @@ class Carrying(Line):
         return {"steps": carry["steps"] + 1}, out
 
 
+@pytest.fixture(autouse=True, scope="module")
+def shared_programs(tmp_path_factory):
+    """A program that several runs of this file have is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
 def trainer(run_dir, **changes):
     parts = {"model": Line(), "task": Points(), "optimizer": optax.adam(0.1), "batch_size": 16}
     rest = {

@@ -1,5 +1,6 @@
 """Folders of safetensors: reading parameters under several layouts, and errors."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -29,9 +30,18 @@ FAMILIES = pathlib.Path(__file__).parents[2] / "models" / "fixtures" / "families
 ADAMW = optimizers.adamw(learning_rate=optimizers.constant(1e-3))
 
 
-def program_of(folder, tables, **changes):
+LAYOUTS = {
+    "data_parallel": strategies.data_parallel(),
+    "fsdp": strategies.fsdp(),
+    "fsdp_tensor": strategies.fsdp_tensor(tensor=2),
+    "pipeline_fsdp": strategies.pipeline_fsdp(stage=1),
+}
+
+
+@functools.cache
+def program_of(folder, layout, **changes):
     model = pretrained.model(str(folder), dtype="float32", vocab_multiple=8, **changes)
-    at = Partitioner(tables, slice=slices.get("v4-16"), devices=jax.devices()[:8])
+    at = Partitioner(LAYOUTS[layout], slice=slices.get("v4-16"), devices=jax.devices()[:8])
     return at.program(model, ADAMW, streams.batch_spec(8, length=16), seed=0)
 
 
@@ -52,13 +62,9 @@ def test_every_layout_reads_the_same_bits_and_only_the_needed_parts(family, monk
     counted = lambda *args: largest.append((found := read(*args)).size) or found  # noqa: E731
     monkeypatch.setattr(safetensors_files.Reader, "__call__", counted)
     found = {}
-    for name, tables in {
-        "replicated": strategies.data_parallel(),
-        "split": strategies.fsdp_tensor(tensor=2),
-        "stages": strategies.pipeline_fsdp(stage=1),
-    }.items():
+    for name, layout in {"replicated": "data_parallel", "split": "fsdp_tensor", "stages": "pipeline_fsdp"}.items():
         largest.clear()
-        program = program_of(FAMILIES / family, tables)
+        program = program_of(FAMILIES / family, layout)
         params = load(program, FAMILIES / family)
         assert jax.tree.map(lambda a: a.sharding, params) == program.state_shardings.params
         found[name] = jax.device_get(params), max(largest)
@@ -75,7 +81,7 @@ def test_every_layout_reads_the_same_bits_and_only_the_needed_parts(family, monk
 
 def test_tensors_are_found_under_other_names(llama):
     """The layers are named as in another library, and read under a layout all the same."""
-    program = program_of(llama, strategies.fsdp_tensor(tensor=2))
+    program = program_of(FAMILIES / "llama2", "fsdp_tensor")
     want = jax.device_get(load(program, llama))
     named = load_file(llama / "model.safetensors")
     other = {name.replace("model.layers.", "backbone.h."): tensor for name, tensor in named.items()}
@@ -91,11 +97,15 @@ def test_tensors_are_found_under_other_names(llama):
 
 @pytest.mark.parametrize(
     ("family", "group", "layers"),
-    [pytest.param("llama3", 1, (2, None), marks=pytest.mark.slow), ("qwen3_moe_sparse", 4, (1, 0, 0))],
+    [
+        pytest.param("llama3", 1, (2, None), marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_sparse", 4, (1, 0, 0), marks=pytest.mark.slow),  # groups of 2 are quick
+        ("gemma4", 2, (1, 0, 0)),
+    ],
 )
 def test_layers_of_a_folder_start_a_model_of_another_depth(family, group, layers):
     """Entries are groups of layers where a stack has them."""
-    folder, at = FAMILIES / family, strategies.fsdp_tensor(tensor=2)
+    folder, at = FAMILIES / family, "fsdp_tensor"
     want = jax.device_get(load(program_of(folder, at), folder))
     program = program_of(folder, at, num_layers=group * len(layers))
     source, shapes, specs = program.model.published(str(folder)), program.abstract_state.params, program.param_specs
@@ -113,7 +123,7 @@ def test_layers_of_a_folder_start_a_model_of_another_depth(family, group, layers
 
 def test_parameters_that_the_family_has_not_are_left_to_patterns(llama):
     """A model that adds parameters to one of a family, such as an adapter, reads the others."""
-    program = program_of(llama, strategies.fsdp())
+    program = program_of(FAMILIES / "llama2", "fsdp")
     source, params = program.model.published(str(llama)), program.abstract_state.params
     wider = {**params, "adapter": {"down": params["~"]["final_norm"]}}
     specs = {**program.param_specs, "adapter": {"down": program.param_specs["~"]["final_norm"]}}
@@ -188,7 +198,7 @@ def test_a_source_reads_and_writes_any_part_of_a_merged_dimension():
 @pytest.mark.covers("C17")
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_written_parameters_are_read_again(tmp_path, dtype):
-    program = program_of(FAMILIES / "gemma3", strategies.fsdp())
+    program = program_of(FAMILIES / "gemma3", "fsdp")
     params = jax.device_get(load(program, FAMILIES / "gemma3"))
     by_path = {parameters.path_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(params)}
     tensors = published.tensors_of(
@@ -251,7 +261,7 @@ def test_all_differences_are_listed_at_once(llama):
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:20]
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(24, np.float32)
     save_file(tensors, llama / "model.safetensors")
-    program = program_of(llama, strategies.fsdp())
+    program = program_of(FAMILIES / "llama2", "fsdp")
     source = program.model.published(str(llama))
     with pytest.raises(UserError) as caught:
         warm_start.require_fit(source, program.abstract_state.params, program.param_specs, ("*",))
@@ -262,12 +272,13 @@ def test_all_differences_are_listed_at_once(llama):
 
 
 def test_patterns_choose_what_is_read_of_a_folder(llama):
-    program = program_of(llama, strategies.fsdp())
+    program = program_of(FAMILIES / "llama2", "fsdp")
     source, abstract = program.model.published(str(llama)), program.abstract_state.params
     patterns = ("layers/*", "embedding")
     warm_start.require_fit(source, abstract, program.param_specs, patterns)
-    fresh = jax.device_get(program.init_params())
-    found = jax.device_get(warm_start.load(source, program.init_params, abstract, program.param_specs, patterns))
+    made = program.init_params()
+    fresh = jax.device_get(made)
+    found = jax.device_get(warm_start.load(source, lambda: made, abstract, program.param_specs, patterns))
     whole = jax.device_get(load(program, llama))
     jax.tree.map(np.testing.assert_array_equal, found["layers/block"], whole["layers/block"])
     np.testing.assert_array_equal(found["~"]["embedding"], whole["~"]["embedding"])
@@ -275,7 +286,7 @@ def test_patterns_choose_what_is_read_of_a_folder(llama):
 
 
 def test_a_model_of_another_size_is_refused_with_both_shapes(llama):
-    program = program_of(llama, strategies.fsdp(), vocab_size=96)
+    program = program_of(FAMILIES / "llama2", "fsdp", vocab_size=96)
     with pytest.raises(UserError, match=r"embed_tokens.weight: shape \[83, 24\], the model needs \[96, 24\]"):
         load(program, llama)
 
@@ -431,14 +442,14 @@ def test_a_folder_without_config_json_is_told_from_a_run(llama, tmp_path):
 
 
 @pytest.mark.covers("C16")
-@pytest.mark.parametrize("family", ["gpt2", "llama2"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama2", marks=pytest.mark.slow)])  # each divides tensors
 def test_a_host_reads_every_byte_of_a_bucket_once(bucket, family, monkeypatch):
     """The files of the emulator, under a layout that divides rows and columns of tensors."""
     for key, value in bucket.environment.items():
         monkeypatch.setenv(key, value)
     for file in (FAMILIES / family).iterdir():
         bucket.write(f"gs://models/{family}/{file.name}", file.read_bytes())
-    program = program_of(FAMILIES / family, strategies.fsdp_tensor(tensor=2))
+    program = program_of(FAMILIES / family, "fsdp_tensor")
     bucket.ranges()
     params = load(program, f"gs://models/{family}")
     jax.tree.map(np.testing.assert_array_equal, params, load(program, FAMILIES / family))
@@ -468,15 +479,17 @@ def test_a_host_needs_memory_for_its_shards_and_one_tensor(tmp_path):
         vocab_size=2048, num_layers=6, embed_dim=256, mlp_dim=512, num_heads=4, num_kv_heads=2, dtype="float32"
     )
     folder_memory.write_sparse(model, tmp_path)
-    program = program_of(tmp_path, strategies.fsdp())
+    program = program_of(tmp_path, "fsdp")
     source = program.model.published(str(tmp_path))
     leaves = jax.tree.leaves(program.abstract_state.params)
     largest_parameter = max(leaf.size for leaf in leaves) * 4
     largest_tensor = 2048 * 256 * 2
     params = source.load(program.abstract_state.params, program.param_specs)  # imports what loading needs
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 4 * largest_parameter
-    peaks = [_peak_of(lambda: source.load(program.abstract_state.params, program.param_specs)) for _ in range(3)]
-    assert min(peaks) < largest_parameter + largest_tensor + 2 * 2**20  # with headers
+    most, peaks = largest_parameter + largest_tensor + 2 * 2**20, []  # with headers
+    while len(peaks) < 3 and min(peaks, default=most) >= most:
+        peaks.append(_peak_of(lambda: source.load(program.abstract_state.params, program.param_specs)))
+    assert min(peaks) < most
 
 
 def _peak_of(run):
@@ -492,7 +505,7 @@ def _peak_of(run):
 def test_the_axes_of_a_parameter_say_how_it_is_stored():
     model = pretrained.model(str(FAMILIES / "gpt2"))
     shapes, specs = logical.abstract_init(
-        model.init, jax.random.key(0), program_of(FAMILIES / "gpt2", strategies.fsdp()).abstract_batch
+        model.init, jax.random.key(0), program_of(FAMILIES / "gpt2", "fsdp").abstract_batch
     )
     assert {parameters.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)} == set(
         family_tensors.sources(model)

@@ -237,6 +237,7 @@ def test_an_adapter_that_is_uploaded_leaves_the_model_that_is_there(hub, tmp_pat
 
 def test_a_refused_upload_leaves_the_folder_and_shows_no_token(hub, exported, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    hub["files"] = []
     with pytest.raises(
         UserError, match=r"--push owner/name: the upload failed .*is complete\. Is HF_TOKEN set"
     ) as caught:

@@ -1,5 +1,6 @@
 """Runs that start from the parameters of another run."""
 
+import functools
 import shutil
 
 import jax
@@ -19,11 +20,18 @@ from parallel.partitioner import Partitioner
 from parallel.pipeline import schedules
 from tasks import streams
 
+LAYOUTS = {
+    "fsdp": strategies.fsdp(),
+    "fsdp_tensor": strategies.fsdp_tensor(tensor=2),
+    "pipeline_fsdp": strategies.pipeline_fsdp(stage=4, schedule=schedules.gpipe(num_microbatches=4)),
+}
 
-def program_of(tables, *, seed=0, optimizer=optimizers.adamw, frozen=(), **changes):
+
+@functools.cache
+def program_of(layout, *, seed=0, optimizer=optimizers.adamw, frozen=(), **changes):
     sizes = {"num_layers": 2, "embed_dim": 16, "mlp_dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 64}
     model = Transformer(**{**sizes, "vocab_multiple": 8, "dtype": "float32", **changes})
-    at = Partitioner(tables, slice=slices.get("v4-16"), devices=jax.devices()[:8])
+    at = Partitioner(LAYOUTS[layout], slice=slices.get("v4-16"), devices=jax.devices()[:8])
     rule = optimizer(learning_rate=optimizers.constant(1e-2))
     return at.program(model, rule, streams.batch_spec(8, length=16), seed=seed, frozen=frozen)
 
@@ -31,7 +39,7 @@ def program_of(tables, *, seed=0, optimizer=optimizers.adamw, frozen=(), **chang
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A run of one step under fsdp, and its folder."""
-    program = program_of(strategies.fsdp())
+    program = program_of("fsdp")
     state = program.init()._replace(step=jax.device_put(np.int32(7), program.state_shardings.step))
     run = tmp_path_factory.mktemp("run")
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
@@ -49,7 +57,7 @@ def started(program, run, patterns=("*",), renames=None):
 
 def test_another_strategy_and_optimizer_start_with_the_same_parameters(saved):
     params, run = saved
-    program = program_of(strategies.fsdp_tensor(tensor=2), seed=5, optimizer=optimizers.lion)
+    program = program_of("fsdp_tensor", seed=5, optimizer=optimizers.lion)
     state = started(program, run)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
     assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
@@ -59,7 +67,7 @@ def test_another_strategy_and_optimizer_start_with_the_same_parameters(saved):
 
 def test_patterns_choose_what_is_taken_and_the_rest_starts_from_the_seed(saved):
     params, run = saved
-    program = program_of(strategies.fsdp(), seed=5)
+    program = program_of("fsdp", seed=5)
     fresh, state = jax.device_get(program.init().params), jax.device_get(started(program, run, ("layers/*",)))
     jax.tree.map(np.testing.assert_array_equal, state.params["layers/block"], params["layers/block"])
     jax.tree.map(np.testing.assert_array_equal, state.params["~"], fresh["~"])
@@ -75,7 +83,8 @@ def test_parameters_are_found_under_other_names(saved, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.save(3, state={"params": jax.tree.map(jax.numpy.asarray, other)}, data={}, meta={})
     checkpoints.close()
-    program, renames = program_of(strategies.fsdp_tensor(tensor=2)), {"decoder/layers/*": "layers/block/*"}
+    program = program_of("fsdp_tensor", seed=5, optimizer=optimizers.lion)
+    renames = {"decoder/layers/*": "layers/block/*"}
     with pytest.raises(UserError) as caught:
         started(program, str(tmp_path), renames=renames)
     assert "embedding: not in the checkpoint, expected float32[64, 16]" in str(caught.value)
@@ -87,28 +96,24 @@ def test_parameters_are_found_under_other_names(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layers", "tables", "in_memory"),
+    ("layers", "layout", "in_memory"),
     [
-        ((0, 0, 1, 1), strategies.fsdp_tensor(tensor=2), False),
-        pytest.param(
-            (1, None, 0, None),
-            strategies.pipeline_fsdp(stage=4, schedule=schedules.gpipe(num_microbatches=4)),
-            False,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param((1,), strategies.fsdp(), True, marks=pytest.mark.slow),
-        ((None, 1, 0), strategies.fsdp(), True),
+        ((0, 0, 1, 1), "fsdp_tensor", False),
+        pytest.param((1, None, 0, None), "pipeline_fsdp", False, marks=pytest.mark.slow),
+        pytest.param((1,), "fsdp", True, marks=pytest.mark.slow),
+        ((None, 1, 0), "fsdp", True),
     ],
 )
-def test_another_depth_starts_from_the_layers_that_are_named(saved, layers, tables, in_memory):
+def test_another_depth_starts_from_the_layers_that_are_named(saved, layers, layout, in_memory):
     params, run = saved
-    program = program_of(tables, seed=5, num_layers=len(layers))
-    fresh = jax.device_get(program.init_params()) if None in layers else params
+    program = program_of(layout, seed=5, num_layers=len(layers))
+    made = program.init_params() if None in layers else params
+    fresh = jax.device_get(made)
     source = warm_start.GivenParameters(params) if in_memory else warm_start.SavedParameters(steps.find(run))
     shapes, specs = program.abstract_state.params, program.param_specs
     mapping = layer_map.of({"layers/*": layers}, source, shapes, specs)
     warm_start.require_fit(source, shapes, specs, ("*",), layers=mapping)
-    state = program.init_from(warm_start.load(source, program.init_params, shapes, specs, ("*",), layers=mapping))
+    state = program.init_from(warm_start.load(source, lambda: made, shapes, specs, ("*",), layers=mapping))
     assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
     found = jax.device_get(state.params)
     jax.tree.map(np.testing.assert_array_equal, found["~"], params["~"])
@@ -123,7 +128,7 @@ def test_frozen_layers_that_a_run_leaves_out_are_read_for_another_depth(saved, a
     source = warm_start.SavedParameters(
         steps.find(f"{run}@3"), open_source=lambda left_out: warm_start.SavedParameters(steps.find(left_out.source))
     )
-    program = program_of(strategies.fsdp(), num_layers=3)
+    program = program_of("fsdp", num_layers=3)
     shapes, specs = program.abstract_state.params, program.param_specs
     mapping = layer_map.of({"layers/*": (1, 0, 1)}, source, shapes, specs)
     source.require_source(mapping.in_source(shapes), specs)
@@ -135,7 +140,7 @@ def test_frozen_layers_that_a_run_leaves_out_are_read_for_another_depth(saved, a
 
 def test_parameters_in_memory_are_copied_renamed_and_compared(saved):
     params, _ = saved
-    program = program_of(strategies.fsdp(), seed=5)
+    program = program_of("fsdp", seed=5)
     shapes, specs = program.abstract_state.params, program.param_specs
     mine = {"decoder/layers": params["layers/block"], "~": jax.tree.map(jax.numpy.asarray, params["~"])}
     source = warm_start.GivenParameters(mine)
@@ -152,7 +157,7 @@ def test_parameters_in_memory_are_copied_renamed_and_compared(saved):
 
 def test_frozen_parameters_are_read_in_the_dtype_that_they_are_stored_in(saved):
     params, run = saved
-    program = program_of(strategies.fsdp(), seed=5, frozen=("layers/*",))
+    program = program_of("fsdp", seed=5, frozen=("layers/*",))
     state = jax.device_get(started(program, run).params)
     jax.tree.map(np.testing.assert_array_equal, state["~"], params["~"])
     for name, leaf in state["layers/block"].items():
@@ -175,7 +180,7 @@ def copy_with_other_state(saved, folder, change):
 @pytest.mark.parametrize("most_bytes", [2**28, 1])
 def test_parameters_are_compared_in_the_dtype_that_they_are_stored_in(saved, tmp_path, monkeypatch, most_bytes):
     monkeypatch.setattr(warm_start, "_CONVERTED_BYTES", most_bytes)
-    program = program_of(strategies.fsdp(), seed=5, frozen=("layers/*",))
+    program = program_of("fsdp", seed=5, frozen=("layers/*",))
     state = started(program, saved[1])
     assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
 
@@ -198,7 +203,7 @@ def test_a_step_that_the_other_run_removes_while_it_is_read_is_called_removed(sa
 
     monkeypatch.setattr(Arrays, "placed", removed_meanwhile)
     with pytest.raises(UserError, match=r"step 7 of .* was removed after it was chosen.*KEEP_CHECKPOINTS"):
-        started(program_of(strategies.fsdp()), str(run))
+        started(program_of("fsdp"), str(run))
 
 
 def test_an_average_starts_with_the_parameters_that_were_taken(saved):
@@ -207,14 +212,14 @@ def test_an_average_starts_with_the_parameters_that_were_taken(saved):
     def averaged(learning_rate):
         return optimizers.averaged(optimizer=optimizers.adamw(learning_rate=learning_rate))
 
-    program = program_of(strategies.fsdp(), seed=5, optimizer=averaged)
+    program = program_of("fsdp", seed=5, optimizer=averaged)
     state = started(program, run)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state.average), params)
 
 
 def test_a_pattern_that_only_matches_optional_parameters_that_the_source_lacks_is_refused(saved):
     _, run = saved
-    program = program_of(strategies.fsdp(), lora=Lora(rank=2, alpha=4.0, targets=("query",)))
+    program = program_of("fsdp", lora=Lora(rank=2, alpha=4.0, targets=("query",)))
     source, optional = warm_start.SavedParameters(steps.find(run)), program.model.added_parameters
     shapes, specs = program.abstract_state.params, program.param_specs
     warm_start.require_fit(source, shapes, specs, ("layers/*",), optional=optional)
@@ -227,14 +232,14 @@ def test_a_pattern_that_only_matches_optional_parameters_that_the_source_lacks_i
 def test_parameters_that_do_not_fit_are_listed_before_any_is_read(saved):
     _, run = saved
     with pytest.raises(UserError) as caught:
-        started(program_of(strategies.fsdp(), embed_dim=32, tied=True), run)
+        started(program_of("fsdp", embed_dim=32, tied=True), run)
     said = str(caught.value)
     assert "step 7 of" in said
     assert "unembedding: float32[16, 64] in the checkpoint, not expected" in said
     assert "block/query: float32[2, 16, 4, 4] in the checkpoint, expected float32[2, 32, 4, 8]" in said
     assert "INIT_PATTERNS chooses" in said
     with pytest.raises(UserError, match=r"INIT_PATTERNS = .*no parameter matches 'head/\*'"):
-        started(program_of(strategies.fsdp()), run, ("head/*",))
+        started(program_of("fsdp"), run, ("head/*",))
 
 
 def test_parameters_of_another_step_are_refused(saved, tmp_path):
@@ -242,7 +247,7 @@ def test_parameters_of_another_step_are_refused(saved, tmp_path):
     with pytest.raises(
         UserError, match=r"damaged checkpoint, step 7 in .*: 12 of 12 arrays differ from what was saved"
     ):
-        started(program_of(strategies.fsdp()), run)
+        started(program_of("fsdp"), run)
 
 
 FROZEN = ("layers/*",)
@@ -252,7 +257,7 @@ FROZEN = ("layers/*",)
 def adapted(saved, tmp_path_factory):
     """A run whose layers are frozen and came from the run `saved`; its state, and its folder."""
     _, base = saved
-    program = program_of(strategies.fsdp(), seed=5, frozen=FROZEN)
+    program = program_of("fsdp", seed=5, frozen=FROZEN)
     state = started(program, base)
     names = reading.by_name({"params": program.param_specs})
     frozen = [name for name, spec in names.items() if not spec.trainable]
@@ -279,7 +284,7 @@ def restored(program, run, source):
 def test_checkpoints_leave_out_only_what_is_still_frozen(saved, adapted):
     (_, base), (_, run) = saved, adapted
     left_out = steps.read(steps.find(f"{run}@3")).left_out
-    same, none, some = (program_of(strategies.fsdp(), frozen=names) for names in (FROZEN, (), ("layers/*/query",)))
+    same, none, some = (program_of("fsdp", seed=5, frozen=names) for names in (FROZEN, (), ("layers/*/query",)))
     assert origin(same, base).still_frozen(left_out) == left_out
     assert origin(none, base).still_frozen(left_out) is None
     assert origin(some, base).still_frozen(left_out).arrays == [name for name in left_out.arrays if "query" in name]
@@ -288,7 +293,7 @@ def test_checkpoints_leave_out_only_what_is_still_frozen(saved, adapted):
 @pytest.mark.covers("N07")
 def test_frozen_parameters_are_left_out_and_read_from_their_source_again(saved, adapted):
     (_, base), (state, run) = saved, adapted
-    program = program_of(strategies.fsdp_tensor(tensor=2), seed=9, frozen=FROZEN)
+    program = program_of("fsdp_tensor", seed=9, frozen=FROZEN)
     again = restored(program, run, base)
     assert jax.tree.map(lambda a: a.sharding, again) == program.state_shardings
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
@@ -316,7 +321,7 @@ def test_a_run_starts_from_one_that_leaves_parameters_out(saved, adapted):
     source = warm_start.SavedParameters(
         steps.find(f"{run}@3"), open_source=lambda left_out: warm_start.SavedParameters(steps.find(left_out.source))
     )
-    program = program_of(strategies.fsdp())
+    program = program_of("fsdp")
     found = source.load(program.abstract_state.params, program.param_specs, progress=lambda *_: None)
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -331,7 +336,7 @@ def test_a_run_starts_from_one_that_leaves_parameters_out(saved, adapted):
 
 def test_another_source_of_frozen_parameters_is_refused(saved, adapted, tmp_path):
     (_, base), (state, run) = saved, adapted
-    program = program_of(strategies.fsdp(), seed=5, frozen=FROZEN)
+    program = program_of("fsdp", seed=5, frozen=FROZEN)
     other = jax.tree.map(lambda a: a + 0, state.params)
     other["layers/block"]["query"] = other["layers/block"]["query"].at[1, 2, 3].add(0.5)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)

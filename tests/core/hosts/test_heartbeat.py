@@ -99,7 +99,8 @@ works_on()
     say(results, (0, 1), "host 2 (127.0.0.1) was lost")
 
 
-@pytest.mark.parametrize("host", [1, 0])
+# test_a_host_that_ends_with_a_code_is_named is quick, of host 1
+@pytest.mark.parametrize("host", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_host_that_leaves_its_loop_is_named(ends, host):
     story = f"if PROCESS == {host}: stop_the_clock(); activity.at(activity.ENDING); sys.exit()\nworks_on()"
     results, seconds = ends(story)
@@ -161,7 +162,8 @@ works_on()
 
 
 @pytest.mark.covers("X08")
-@pytest.mark.parametrize("host", [2, 0])
+# test_a_killed_host_is_named_with_its_last_place is quick, of host 0
+@pytest.mark.parametrize("host", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_stuck_host_is_named_with_its_stack(ends, host):
     story = f"""
 def a_hook_that_never_returns():

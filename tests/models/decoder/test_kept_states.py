@@ -1,6 +1,7 @@
 """State-space layers that continue from the states of the training step before."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,14 @@ def chunks(batch, size=CHUNK):
         yield {name: jnp.asarray(a[:, start : start + size]) for name, a in batch.items()}
 
 
+@functools.cache
+def compiled_loss(model):
+    return jax.jit(lambda params, carry, batch: model.loss(params, carry, None, batch))
+
+
 def losses(model, params, carry=None):
     """The loss sum of each chunk, and the last carry."""
-    found, step = [], jax.jit(lambda params, carry, batch: model.loss(params, carry, None, batch))
+    found, step = [], compiled_loss(model)
     carry = model.init_carry(next(chunks(BATCH))) if carry is None else carry
     for batch in chunks(BATCH):
         carry, out = step(params, carry, batch)

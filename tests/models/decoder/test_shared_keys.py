@@ -1,6 +1,7 @@
 """Layers that use the keys and values of earlier layers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from core import logical, stack
 from core.errors import UserError
 from models.decoder import transformer
 from models.decoder.layers import Attention, Mlp
-from tests.models.decoder.test_layers import BATCH, VOCAB, check_generation, params_of
+from tests.models.decoder.test_layers import BATCH, VOCAB, check_generation, drawn_params, logits_of
 
 NEAR = Attention(window=4, rope_theta=100.0, qk_norm=True)
 FAR = Attention(head_dim=12, num_kv_heads=1, value_norm=True)
@@ -50,19 +51,19 @@ def test_layers_that_share_keys_have_no_matrices_of_them_and_no_cache():
 @pytest.mark.parametrize("first", [pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow), 9])
 def test_rows_are_extended_as_in_the_full_pass(first):
     """Prompts that are shorter and longer than the window, and longer than its cache."""
-    check_generation(MODEL, params_of(MODEL), first=first)
+    check_generation(MODEL, drawn_params(MODEL), first=first)
 
 
 def test_keys_are_those_of_the_last_layer_with_the_same_attention():
     """Keys that an earlier layer does not use itself change later layers, if it is the last one with them."""
-    params = params_of(MODEL)
+    params = drawn_params(MODEL)
 
     def changed(block, layer):
         """The difference in logits from values of a layer that its own output ignores."""
         made = params[f"first_layers/{block}"]
         silent = {**made, "output": made["output"].at[layer].set(0)}
         other = {**silent, "value": made["value"].at[layer].add(1.0)}
-        one, two = (jax.jit(MODEL.logits)({**params, f"first_layers/{block}": of}, BATCH) for of in (silent, other))
+        one, two = (logits_of(MODEL)({**params, f"first_layers/{block}": of}, BATCH) for of in (silent, other))
         return float(np.abs(one - two).max())
 
     for block in ("block_0", "block_1"):
@@ -70,31 +71,32 @@ def test_keys_are_those_of_the_last_layer_with_the_same_attention():
         assert changed(block, 1) > 1e-3
 
 
-def test_gradients_do_not_depend_on_what_is_recomputed_or_on_the_loop():
-    params = params_of(MODEL)
+@functools.cache
+def gradients(model, runner):
+    def loss(params):
+        with stack.use_runner(runner):
+            return model.loss(params, (), None, BATCH)[1].loss_sum
 
-    def gradients(model, runner):
-        def loss(params):
-            with stack.use_runner(runner):
-                return model.loss(params, (), None, BATCH)[1].loss_sum
+    return jax.jit(jax.grad(loss))(drawn_params(model))
 
-        return jax.jit(jax.grad(loss))(params)
 
+# "full" also recomputes all that "attention" does, so it is the quick one.
+@pytest.mark.parametrize("remat", ["full", pytest.param("attention", marks=pytest.mark.slow)])
+def test_gradients_do_not_depend_on_what_is_recomputed_or_on_the_loop(remat):
     want = gradients(MODEL, stack.unrolled_runner)
-    for remat in ("full", "attention"):
-        found = gradients(dataclasses.replace(MODEL, remat=remat), stack.scan_runner)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, want)
+    found = gradients(dataclasses.replace(MODEL, remat=remat), stack.scan_runner)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, want)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(want))
 
 
 def test_segments_do_not_see_one_another_through_shared_keys():
-    params, at = params_of(MODEL), 10
+    params, at = drawn_params(MODEL), 10
     segments = jnp.where(jnp.arange(BATCH["inputs"].shape[1]) < at, 1, 2)
     positions = jnp.arange(len(segments)) - jnp.where(segments == 2, at, 0)
     row = {"segment_ids": segments, "positions": positions}
     batch = BATCH | {name: jnp.broadcast_to(a, BATCH["inputs"].shape) for name, a in row.items()}
     other = batch | {"inputs": batch["inputs"].at[:, :at].add(1) % VOCAB}
-    found, changed = (jax.jit(MODEL.logits)(params, one)[:, at:] for one in (batch, other))
+    found, changed = (logits_of(MODEL)(params, one)[:, at:] for one in (batch, other))
     np.testing.assert_allclose(found, changed, atol=1e-5)
 
 

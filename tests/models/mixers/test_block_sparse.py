@@ -18,7 +18,7 @@ from models.mixers import block_sparse
 from models.mixers.block_sparse import BlockSparse
 from parallel import strategies
 from parallel.partitioner import Partitioner
-from tests.models.decoder.test_layers import PLAIN, check_generation, params_of
+from tests.models.decoder.test_layers import PLAIN, check_generation, drawn_params
 
 SETTINGS = BlockSparse(block=4, global_blocks=1, window=1, random=2, seed=5)
 LENGTH, HEADS, KEY_HEADS = 46, 4, 2  # the last block is not full
@@ -154,7 +154,7 @@ MODEL = dataclasses.replace(
 
 @pytest.mark.covers("N09")
 def test_generation_with_the_cache_equals_the_full_pass():
-    check_generation(MODEL, params_of(MODEL))
+    check_generation(MODEL, drawn_params(MODEL))
 
 
 def test_flops_grow_with_length_alone():

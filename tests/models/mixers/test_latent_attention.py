@@ -1,7 +1,6 @@
 """Multi-head latent attention against a direct computation in float64, and its compressed cache."""
 
 import dataclasses
-import functools
 import math
 
 import haiku as hk
@@ -16,12 +15,12 @@ from models import lora
 from models.decoder import rotary
 from models.decoder.parts import Call, Side
 from models.mixers.latent_attention import LatentAttention
-from tests.models.decoder.test_layers import BATCH, PLAIN, check_generation, params_of
+from tests.models.decoder.test_layers import BATCH, PLAIN, check_generation, drawn_params
 
 LATENT = LatentAttention(latent_dim=10, plain_dim=6, rotary_dim=4, value_dim=5, query_latent_dim=7)
 SHALLOW = dataclasses.replace(PLAIN, mixer=LATENT, num_kv_heads=PLAIN.num_heads, num_layers=1, feed_forward=None)
 
-params = functools.cache(params_of)
+params = drawn_params
 
 
 def test_the_layer_is_its_definition():

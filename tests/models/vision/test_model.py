@@ -23,6 +23,7 @@ from models.ttt.mixer import TTTMixer
 from models.vision.model import PARTS, Placed, VisionLanguageModel, part_of
 from models.vision.selector import METHODS, Chosen
 from parallel.verify import agreement
+from tests.models.drawn import drawn
 from tests.models.vision import subjects
 
 
@@ -43,7 +44,7 @@ class Soft(NamedTuple):
 @pytest.fixture(scope="module")
 def soft():
     model, batch = subjects.model("soft"), subjects.batch(rows=4)
-    return Soft(model, jax.jit(model.init)(jax.random.key(0), batch), batch, evaluation(model), jax.jit(model.logits))
+    return Soft(model, drawn(model.init, batch), batch, evaluation(model), jax.jit(model.logits))
 
 
 def test_hidden_patches_count_for_nothing(soft):
@@ -60,7 +61,7 @@ def test_hidden_patches_count_for_nothing_where_attention_is_causal(images):
     """Words come before each image; the logits of words are those with slots for all patches."""
     model = subjects.model("soft", causal=True)
     wide, narrow = (subjects.asked(slots, images=images) for slots in (subjects.PATCHES, subjects.CHOSEN))
-    params = jax.jit(model.init)(jax.random.key(0), wide[0])
+    params = drawn(model.init, wide[0])
     found, want = (np.asarray(jax.jit(model.logits)(params, batch))[:, words] for batch, words in (narrow, wide))
     np.testing.assert_allclose(found, want, atol=2e-6 * np.abs(want).max())
     chosen = [evaluation(model)(params, batch).extras["chosen"] for batch, _ in (narrow, wide)]
@@ -245,7 +246,7 @@ def test_every_method_answers(method):
     """`all` needs slots for all patches; the others also choose."""
     model = subjects.model(method)
     batch = subjects.batch(subjects.PATCHES if method == "all" else subjects.CHOSEN, rows=2)
-    params = jax.jit(model.init)(jax.random.key(0), batch)
+    params = drawn(model.init, batch)
     carry, _ = jax.jit(lambda p, b: model.loss(p, model.init_carry(b), jax.random.key(0), b))(params, batch)
     assert (carry["step"] == 1) if model.selector.is_learned else carry == ()
     evaluated = evaluation(dataclasses.replace(model, kinds=("what", "where")))

@@ -16,6 +16,7 @@ from core.errors import UserError
 from models.decoder.published import published_keys
 from models.vision import families, pretrained, published
 from models.vision.selector import Selector
+from tests.models.drawn import drawn
 
 HERE = pathlib.Path(__file__).parents[1] / "fixtures" / "images"
 FOLDERS = ("llava", "llava_siglip", "smolvlm", "idefics3")
@@ -25,6 +26,7 @@ TENSOR = runpy.run_path(str(HERE.parent / "configurations" / "cases.py"))["tenso
 CHANGED = dict(CASES["cases"](CONFIGS))
 QUICK = ("llava: vision_feature_layer -1", "llava: base", "llava_siglip: vision_config image_size 12")
 QUICK += ("smolvlm: scale_factor 4",)
+WHOLE = ("llava", "smolvlm")  # quick, with their gradients
 
 
 def reference(name):
@@ -69,7 +71,8 @@ def pixels_of(model, values):
     return np.rint((values * std + mean) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+# Of the others, changes of keys are quick below, and gradients of SigLIP's tower in test_tower.py.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in WHOLE)) for n in FOLDERS])
 def test_logits_and_gradients_equal_transformers(name):
     model, params, specs, data, config = loaded(name)
     want = reference(name)
@@ -110,7 +113,7 @@ def test_a_selector_reads_whole_patches_of_the_image():
     data = batch(model, CONFIGS["llava_siglip"], want["ids"], frames)
     other = {**data, "images": data["images"].copy()}
     other["images"][:, :, 12:], other["images"][:, :, :, 12:] = 7, 200
-    params = jax.jit(model.init)(jax.random.key(0), data)
+    params = drawn(model.init, data)
     evaluated = jax.jit(lambda batch: model.evaluate(params, jax.random.key(0), batch))
     found, again = evaluated(data), evaluated(other)
     assert found.extras["chosen"].sum() == 4

@@ -13,15 +13,16 @@ from core.errors import UserError
 from models.vision import reader as reader_module
 from models.vision.reader import Reader
 from models.vision.selector import Selector
+from tests.models.drawn import drawn
 from tests.models.vision import subjects
 
 READER = Reader(block=2, width=8)
 
 
 def transformed(function):
-    """A function with parameters, whose `init` and `apply` are compiled."""
+    """A function with parameters, whose `apply` is compiled."""
     run = hk.transform(function)
-    return hk.Transformed(jax.jit(run.init), jax.jit(run.apply))
+    return hk.Transformed(run.init, jax.jit(run.apply))
 
 
 @functools.cache
@@ -32,7 +33,7 @@ def relevance_of(reader):
 def relevance(reader, patches, words, is_word):
     run = relevance_of(reader)
     inputs = (jnp.asarray(patches), jnp.asarray(words), jnp.asarray(is_word))
-    return np.asarray(run.apply(run.init(jax.random.key(0), *inputs), None, *inputs))
+    return np.asarray(run.apply(drawn(run.init, *inputs), None, *inputs))
 
 
 def test_relevance_depends_on_the_words_and_their_order_and_on_other_patches_but_not_on_the_answer():
@@ -65,7 +66,7 @@ def test_the_control_without_the_question_chooses_the_same_for_every_question(re
     selector = Selector(num_chosen=4, method="gumbel", reader=reader, reads_question=reads, balancer_width=8)
     model = dataclasses.replace(subjects.model(), selector=selector)
     batch = subjects.batch(4, rows=2)
-    params = jax.jit(model.init)(jax.random.key(0), batch)
+    params = drawn(model.init, batch)
     others = {**batch, "inputs": (batch["inputs"] + 1) % subjects.VOCAB}
     ask = jax.jit(lambda b: model.evaluate(params, jax.random.key(0), b).extras["chosen"])
     assert (np.asarray(ask(batch)) != np.asarray(ask(others))).any() == reads
@@ -102,7 +103,7 @@ def test_choices_train_where_the_last_glimpse_looks_unless_the_reader_points(poi
     patches, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 16, 12), (2, 16)))
     words = jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32)
     run = transformed(lambda: selector.scores(images, patches, words, jnp.ones((2, 1, 3)))[0])
-    params = run.init(jax.random.key(0))
+    params = drawn(run.init)
     grads = jax.jit(jax.grad(lambda p: jnp.sum(weights * run.apply(p, None))))(params)["~"]
     assert (np.abs(grads["selector_reader_1_query"]).max() == 0) == points
     assert np.abs(grads["selector_reader_0_query"]).max() > 0
@@ -111,7 +112,7 @@ def test_choices_train_where_the_last_glimpse_looks_unless_the_reader_points(poi
 def glimpsed(reader, patches, changes=None):
     """Returns a reader's result for patches [B, 16, 12], and its answers; `changes` replace some parameters."""
     run, words = glimpses_of(reader), np.random.default_rng(1).normal(size=(len(patches), 5, 6)).astype(np.float32)
-    params = run.init(jax.random.key(0), patches, words)
+    params = drawn(run.init, patches, words)
     return jax.tree.map(np.asarray, run.apply({"~": {**params["~"], **(changes or {})}}, None, patches, words))
 
 
@@ -182,7 +183,7 @@ def test_blocks_that_a_reader_points_at_come_first_among_equal_patches():
     images = jnp.asarray(rng.integers(0, 256, (6, 16, 16, 3), dtype=np.uint8))
     patches, words = jnp.asarray(rng.normal(size=(6, 16, 12)), jnp.float32), jnp.zeros((6, 3, 6))
     run = transformed(lambda: selector.scores(images, patches, words, jnp.ones((6, 1, 3)))[0])
-    params = run.init(jax.random.key(0))["~"]
+    params = drawn(run.init)["~"]
     only_blocks = {**params, "selector_gain": jnp.full((1,), -20.0)}  # patches of a block have equal scores
     scores = np.asarray(run.apply({"~": only_blocks}, None))
     best = np.sort(np.argsort(scores)[:, -4:])
@@ -197,7 +198,7 @@ def test_every_parameter_of_the_reader_has_a_gradient_under_a_frozen_decoder(poi
     selector = Selector(num_chosen=4, method="gumbel", reader=reader, balancer_width=8)
     model = dataclasses.replace(subjects.model(freeze=("vision", "decoder")), selector=selector)
     batch = subjects.batch(4, rows=2)
-    params = jax.jit(model.init)(jax.random.key(0), batch)
+    params = drawn(model.init, batch)
     names = [name for name in params["~"] if name.startswith("selector_reader")]
 
     def unreached(answers):

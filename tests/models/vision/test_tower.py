@@ -29,7 +29,8 @@ def features(vision, images, like=LIKE):
 
 
 @pytest.mark.covers("N11")
-@pytest.mark.parametrize("name", ["siglip", "clip"])
+# test_published.py has a quick test of the gradients of LLaVA, whose tower is CLIP's.
+@pytest.mark.parametrize("name", ["siglip", pytest.param("clip", marks=pytest.mark.slow)])
 def test_features_and_every_gradient_equal_those_of_transformers(name):
     folder = str(HERE / name)
     vision = families.pretrained(folder)

@@ -22,7 +22,11 @@ EXCESSES = {
 }
 
 
-@pytest.mark.parametrize(("excess", "limit"), EXCESSES.values(), ids=EXCESSES)
+# "a number of any length" exceeds the same limit as "loops", in C code, which is harder to end
+@pytest.mark.parametrize(
+    ("excess", "limit"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (name == "loops"), id=name) for name, case in EXCESSES.items()],
+)
 def test_a_template_without_measure_is_an_error_and_the_next_conversation_is_rendered(monkeypatch, excess, limit):
     monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
     template = TemplateProcess("{% if messages[0].role == 'bad' %}" + excess + "{% endif %}{{ bos_token }}")

@@ -479,8 +479,8 @@ def test_one_text_file_alone_is_refused_and_leaves_nothing(tmp_path, skip_bad):
 @pytest.mark.parametrize("lacking", ["training", "validation"])
 def test_documents_that_are_all_of_one_split_leave_nothing(tmp_path, lacking):
     """Also if a part of them is written already; with files for validation the same folder can then be used."""
-    chosen = [text for text in TEXTS * 2 if documents.is_validation(text) == (lacking == "training")]
-    data = write_lines(tmp_path / "a.jsonl", chosen * 5)
+    chosen = [text for text in TEXTS if documents.is_validation(text) == (lacking == "training")]
+    data = write_lines(tmp_path / "a.jsonl", chosen * (10 if lacking == "training" else 2))
     with pytest.raises(UserError, match=rf"no document for {lacking} among .* documents.*give --validation"):
         tokenize(tmp_path / "out", data, near_duplicates=0.8 if lacking == "validation" else None)
     assert not list((tmp_path / "out").iterdir())

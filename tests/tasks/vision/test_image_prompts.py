@@ -31,7 +31,8 @@ def row_of(made):
     return made.row(made.questions("train")[0])
 
 
-@pytest.mark.parametrize("name", ["llava", "llava_siglip", "smolvlm"])
+# "llava" has the same processor and template as "llava_siglip"
+@pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow), "smolvlm"])
 def test_a_row_is_the_prompt_of_generation_and_the_answer(name, tmp_path):
     folder = copied(name, tmp_path)
     made = task(folder, tmp_path)

@@ -33,19 +33,28 @@ def inputs():
 
 def results(attend, inputs):
     q, k, v, segments, weight = inputs
-    value, gradients = jax.value_and_grad(
-        lambda q, k, v: jnp.sum(attend(q, k, v, segments) * weight), argnums=(0, 1, 2)
-    )(q, k, v)
-    return attend(q, k, v, segments), value, gradients
+
+    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+    def weighted(q, k, v):
+        out = attend(q, k, v, segments)
+        return jnp.sum(out * weight), out
+
+    (value, out), gradients = jax.jit(weighted)(q, k, v)
+    return out, value, gradients
+
+
+@pytest.fixture(scope="module")
+def plain_results(inputs):
+    return results(attention.plain, inputs)
 
 
 @pytest.mark.covers("T08")
 @pytest.mark.parametrize(
     "tiles", [Tiles(), Tiles(queries=128, keys=256, fused_backward=True)], ids=["default", "fused"]
 )
-def test_splash_equals_plain_forward_and_backward(inputs, tiles):
-    out, value, gradients = results(attention.plain, inputs)
-    splash = jax.jit(lambda *a: attention.splash_attention(*a, tiles=tiles, interpret=True))
+def test_splash_equals_plain_forward_and_backward(inputs, plain_results, tiles):
+    out, value, gradients = plain_results
+    splash = functools.partial(attention.splash_attention, tiles=tiles, interpret=True)
     out2, value2, gradients2 = results(splash, inputs)
     np.testing.assert_allclose(out2, out, atol=2e-5, rtol=0)
     np.testing.assert_allclose(value2, value, rtol=1e-4)
@@ -178,21 +187,26 @@ def test_a_chunk_of_a_prompt_reads_only_the_filled_blocks_of_the_cache(inputs, m
     q, k, v = (a[:, :16] for a in inputs[:3])
     want = attention.plain(q, k, v, jnp.ones((BATCH, 16), jnp.int32))
     empty = jnp.full((BATCH, KV_HEADS, 64, HEAD_DIM), jnp.nan).at[:, :, :16].set(0)
-    out, _ = attention.cached(q, k, v, kv_cache.KeysAndValues(empty, empty), jnp.int32(0), jnp.zeros(BATCH, jnp.int32))
+    cache = kv_cache.KeysAndValues(empty, empty)
+    out, _ = jax.jit(lambda *a: attention.cached(*a))(q, k, v, cache, jnp.int32(0), jnp.zeros(BATCH, jnp.int32))
     np.testing.assert_allclose(out, want, atol=2e-6, rtol=0)
 
 
 def with_sinks(form, inputs, sinks):
     """The result of attention with sinks, and its gradients, also those of the sinks."""
-    q, k, v, segments, weight = inputs
-    out, back = jax.vjp(lambda q, k, v, sinks: form(q, k, v, segments, sinks=sinks), q, k, v, sinks)
-    return out, *back(weight.astype(out.dtype))
+
+    @jax.jit
+    def everything(q, k, v, segments, weight, sinks):
+        out, back = jax.vjp(lambda q, k, v, sinks: form(q, k, v, segments, sinks=sinks), q, k, v, sinks)
+        return out, *back(weight.astype(out.dtype))
+
+    return everything(*inputs, sinks)
 
 
 def test_a_sink_is_a_score_without_a_value(inputs):
     """Written out: one more key, whose score is the sink in every query, and whose value is 0."""
-    q, k, v, segments, _ = inputs
-    out, usual = (attention.plain(q, k, v, segments, sinks=sinks) for sinks in (SINKS, None))
+    out, usual = (attention.plain(*inputs[:4], sinks=sinks) for sinks in (SINKS, None))
+    q, k, _, segments, _ = map(np.asarray, inputs)
     for row, t, head in [(0, 0, 0), (0, 99, 3), (0, 140, 2), (1, 250, 1)]:
         seen = [s for s in range(t + 1) if segments[row, s] == segments[row, t]]
         scores = [float(q[row, t, head] @ k[row, s, head // 2]) / np.sqrt(HEAD_DIM) for s in seen]
@@ -201,10 +215,15 @@ def test_a_sink_is_a_score_without_a_value(inputs):
         np.testing.assert_allclose(out[row, t, head], share * usual[row, t, head], atol=1e-5)
 
 
-@pytest.mark.parametrize("scores", [Scores(), Scores(window=40, softcap=3.0)], ids=["all", "window"])
+@pytest.mark.parametrize(
+    "scores",
+    # the kernel over all positions is quick without sinks, and with them under a split of heads
+    [pytest.param(Scores(), marks=pytest.mark.slow), Scores(window=40, softcap=3.0)],
+    ids=["all", "window"],
+)
 def test_the_kernel_with_sinks_equals_plain_with_all_gradients(inputs, scores):
     plain, splash = (
-        jax.jit(functools.partial(form, scores=scores))
+        functools.partial(form, scores=scores)
         for form in (attention.plain, functools.partial(attention.splash_attention, interpret=True))
     )
     for ours, want in zip(with_sinks(splash, inputs, SINKS), with_sinks(plain, inputs, SINKS), strict=True):
@@ -219,9 +238,7 @@ def test_the_kernel_with_sinks_under_a_split_of_heads_equals_plain_in_bfloat16(i
     monkeypatch.setattr(attention, "splash_attention", functools.partial(interpreted, interpret=True))
     bound = partitioner.Partitioner(strategies.fsdp_tensor(tensor=2), slice=slices.get("v4-8"), devices=jax.devices())
     with bound.tracing():
-        found = jax.jit(lambda *a: with_sinks(functools.partial(attention.attend, choice="splash"), a[:5], a[5]))(
-            *narrow, SINKS
-        )
+        found = with_sinks(functools.partial(attention.attend, choice="splash"), narrow, SINKS)
     assert [a.dtype for a in found] == [jnp.bfloat16] * 4 + [jnp.float32]
     for ours, theirs in zip(found, want, strict=True):
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=0.02 * np.abs(theirs).max(), rtol=0)

@@ -25,23 +25,11 @@ from models.mixers.latent_attention import LatentAttention
 
 HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir())
-# Learned positions and a plain MLP; caps of logits; two kinds of layers; experts; joined matrices; biases;
-# norms; a delta rule; latent attention after which experts follow dense layers; inputs of layers and shared keys.
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-QUICK = (
-    "deepseek_v3",
-    "gpt2",
-    "gemma2",
-    "gemma3",
-    "gemma4_e4b",
-    "gpt_oss",
-    "granite4_nope",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_5",
-)
+# Latent attention after which experts follow dense layers; learned positions, a plain MLP and biases; caps of logits
+# and two kinds of layers; inputs of layers, shared keys and norms of heads; layers without positions; joined matrices;
+# a delta rule. The logits of gpt_oss are in the quick test of packed documents, its gradients in test_experts.py.
+QUICK = ("deepseek_v3", "gpt2", "gemma2", "gemma4_e4b", "granite4_nope", "phi3", "qwen3_5")
 
 
 def batch_of(ids):
@@ -57,14 +45,20 @@ def batch_of(ids):
     }
 
 
-def loaded(name, **changes):
+@functools.cache
+def loaded(name):
     """The model, its parameters, their axes and the reference of a family."""
-    model = pretrained.model(str(HERE / name), dtype="float32", vocab_multiple=8, **changes)
+    model = pretrained.model(str(HERE / name), dtype="float32", vocab_multiple=8)
     reference = np.load(HERE / name / "reference.npz")
     shapes, axes = logical.abstract_init(model.init, jax.random.key(0), batch_of(reference["input_ids"]))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
     return model, model.published(str(HERE / name)).load(abstract, axes), axes, reference
+
+
+@functools.cache
+def logits_of(name):
+    return jax.jit(loaded(name)[0].logits)
 
 
 def relative_error(ours, want):
@@ -82,8 +76,8 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
         _, out = model.loss(params, (), None, batch)
         return out.loss_sum / out.weight_sum
 
-    of_all = jax.jit(lambda params: (model.logits(params, batch), *jax.value_and_grad(mean_loss)(params)))
-    logits, loss, grads = of_all(params)
+    logits = logits_of(name)(params, batch)
+    loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
     # transformers in float32 differs from its own float64 by up to 2.5e-6 of the largest logit; by 4e-6 with a delta
     # rule, which normalizes short vectors, and by 1.4e-5 with six such layers of eight. There our rounding, in an order
     # that depends on the processor, was at most 2.9 times as large as its own.
@@ -122,15 +116,14 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(name):
 )
 def test_packed_documents_do_not_see_one_another(name):
     """Neither through sinks, which have no value, nor through windows, latent attention, experts or no positions."""
-    model, params, _, reference = loaded(name)
+    _, params, _, reference = loaded(name)
     ids = reference["input_ids"]
-    first, second = np.arange(9), np.arange(15)
-    row = batch_of(np.concatenate([ids[:1, :9], ids[1:, :15]], axis=1))
-    row["segment_ids"] = jnp.asarray([[1] * 9 + [2] * 15], jnp.int32)
-    row["positions"] = jnp.asarray([np.concatenate([first, second])], jnp.int32)
-    packed = jax.jit(model.logits)(params, row)
-    assert relative_error(packed[:, :9], reference["logits"][:1, :9]) < 5e-6
-    assert relative_error(packed[:, 9:], reference["logits"][1:, :15]) < 5e-6
+    rows = batch_of(np.concatenate([ids[:, :9], ids[::-1, :15]], axis=1))
+    rows["segment_ids"] = jnp.asarray([[1] * 9 + [2] * 15] * 2, jnp.int32)
+    rows["positions"] = jnp.asarray([[*range(9), *range(15)]] * 2, jnp.int32)
+    packed = logits_of(name)(params, rows)
+    assert relative_error(packed[:, :9], reference["logits"][:, :9]) < 5e-6
+    assert relative_error(packed[:, 9:], reference["logits"][::-1, :15]) < 5e-6
 
 
 def test_adapters_of_gpt_oss_are_those_of_attention_with_the_names_of_peft():
@@ -515,8 +508,8 @@ def test_presets_have_the_published_configurations():
     assert set(PUBLISHED) == set(COUNTS)
     for name, (kind, positions, theta, eps, tied, window) in PUBLISHED.items():
         model = transformer.preset(name)
-        assert families.family(model) == kind, name
         written = families.config(model, kind)
+        assert families.differences(model, written) == [], name
         found = [written.get(key) for key in ("rope_theta", "tie_word_embeddings", "sliding_window")]
         assert found == [theta, tied, window], name
         assert (model.max_positions, model.norm_eps) == (positions, eps), name
@@ -528,6 +521,16 @@ def test_presets_have_the_published_configurations():
         written = families.config(transformer.preset(name), PUBLISHED[name][0])
         found = [written["query_pre_attn_scalar"], written["layer_types"].count("sliding_attention")]
         assert [*found, written["final_logit_softcapping"]] == [scalar, locals_, softcap], name
+
+
+FIRST = {kind: name for name, (kind, *_) in reversed(PUBLISHED.items())}.values()  # a preset of each family
+OTHERS = pytest.param(PUBLISHED.keys() - FIRST, marks=pytest.mark.slow)  # of other sizes
+
+
+@pytest.mark.parametrize("names", [FIRST, OTHERS], ids=["first", "others"])
+def test_presets_are_of_their_families(names):
+    found = {name: families.family(transformer.preset(name)) for name in names}
+    assert found == {name: PUBLISHED[name][0] for name in names}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
