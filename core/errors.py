@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import numbers
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -85,7 +86,7 @@ def _place(error: Exception) -> str:
 
 def check_integer(value: Any, *, where: str, least: int) -> None:
     """Raises UserError unless `value` is an integer (no bool) of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise UserError(f"{where} = {value!r}: expected an integer of at least {least}")
 
 
@@ -99,7 +100,7 @@ def check_number(
       least, most: both included.
       is_positive: whether the value must be above 0.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if is_number and least <= value <= most and (value > 0 or not is_positive):
         return
     bound = " above 0" if is_positive else f" of at least {least:g}" if math.isfinite(least) else ""

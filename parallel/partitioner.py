@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -179,7 +179,6 @@ class Program:
             self._check_positions,
             self._check_microbatches,
             self._check_products,
-            self._check_dtypes,
             self._check_state,
         )
         if errors := [error for check in independent if (error := self._error_of(check))]:
@@ -288,6 +287,7 @@ class Program:
 
     def _check_state(self) -> None:
         """Making `abstract_state` raises UserError if the tables do not fit."""
+        self._check_dtypes()
         if any(jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) for a in jax.tree.leaves(self._abstract[0].carry)):
             raise UserError(
                 f"the carry of {type(self.model).__name__} has a random key (jax.random.key), which checkpoints do not "
@@ -370,7 +370,7 @@ class Program:
         with self.partitioner.tracing():
             return self.jitted_init()
 
-    def init_params(self, paths: Collection[str] | None = None) -> Params:
+    def init_params(self, paths: Set[str] | None = None) -> Params:
         """Initializes the parameters with these paths (`layers/block/query`), and no others; None: all."""
 
         def chosen(params: Params) -> Params:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -418,7 +418,7 @@ def require_fit(
 
 def load(
     source: ParameterSource,
-    init: Callable[[Collection[str]], Any],
+    init: Callable[[Set[str]], Any],
     abstract: Any,
     specs: Specs,
     patterns: Sequence[str],
@@ -439,7 +439,7 @@ def load(
     """
     wanted, of_these = (read_from(source, tree, patterns, optional=optional) for tree in (abstract, specs))
     is_read = {path: not (layers and layers.needs_fresh(path)) for path in _by_path(wanted)}
-    absent = [path for path in _by_path(abstract) if not is_read.get(path)]
+    absent = {path for path in _by_path(abstract) if not is_read.get(path)}
     fresh = init(absent) if absent else {}
     read = source.load(layers.in_source(wanted) if layers else wanted, of_these, progress=progress)
     loaded: Mapping = layers.arranged(read, wanted, fresh) if layers else read

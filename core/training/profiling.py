@@ -103,15 +103,16 @@ class Requests:
 
     def done(self, failure: str = "") -> None:
         """Reports that this host has written the requested profile, or why it could not."""
-        self._say_done(failure or (f"began {units.counted(self._late_by, 'step')} late" if self._late_by else ""))
+        late = f"began {units.counted(self._late_by, 'step')} late" if self._late_by else ""
+        self._say_done("" if failure else late, failure)
 
     def close(self) -> None:
         """Ends the thread; host 0 waits up to 10 s for other hosts' profiles."""
         self._closing.set()
         self._thread.join(_CLOSING_SECONDS + 1.0)
 
-    def _say_done(self, remark: str) -> None:
-        done = {"id": self._seen, "remark": remark}
+    def _say_done(self, remark: str, failure: str = "") -> None:
+        done = {"id": self._seen, "remark": remark, "failure": failure}
         distributed.post(f"{_FOLDER}/done/{distributed.process_index()}", json.dumps(done))
 
     def _work(self) -> None:
@@ -169,8 +170,10 @@ class Requests:
     def _answer_when_written(self, posted: dict[str, str]) -> None:
         done = {host: json.loads(posted.get(f"done/{host}", "{}")) for host in range(self._open["hosts"])}
         if all(said.get("id") == self._open["id"] for said in done.values()):
-            remarks = {str(host): said["remark"] for host, said in done.items() if said["remark"]}
-            self._say({**self._open, "state": "written", "remarks": remarks})
+            remarks, failures = (
+                {str(host): said[kind] for host, said in done.items() if said[kind]} for kind in ("remark", "failure")
+            )
+            self._say({**self._open, "state": "written", "remarks": remarks, "failures": failures})
             self._open = {}
 
     def _say(self, answer: dict[str, Any]) -> None:
@@ -205,7 +208,7 @@ class Profile(Hook):
     def __init__(self, start: Callable[[int], Stops], requests: Asks, *, at: Sequence[int] = (), num_steps: int = 3):
         """`at`: steps at which a planned window of `num_steps` steps begins."""
         self._start, self._requests = start, requests
-        self._at, self._num_steps = frozenset(at), num_steps
+        self._at, self._num_steps, self._host = frozenset(at), num_steps, distributed.process_index()
         self._open: tuple[Stops, Window, bool] | None = None
 
     def before_step(self, step: int) -> None:
@@ -214,7 +217,13 @@ class Profile(Hook):
         asked = self._requests.asked(step)
         planned = Window(step, step + self._num_steps - 1) if step in self._at else None
         if window := asked or planned:
-            self._open = self._start(window.first_step), window, asked is not None
+            begun: list[Stops] = []
+            what = f"the profile of steps {window.first_step} to {window.last_step}"
+            failure = _failure_of(lambda: begun.append(self._start(window.first_step)), what, host=self._host)
+            if begun:
+                self._open = begun[0], window, asked is not None
+            elif asked:
+                self._requests.done(failure)
 
     def needs_state(self, step: int) -> bool:
         """Returns True at the last step of a window, which finishes before the next is dispatched."""
@@ -229,7 +238,7 @@ class Profile(Hook):
             trace, window, was_asked = self._open
             self._open = None
             what = f"the profile of steps {window.first_step} to {window.last_step}"
-            failure = _failure_of(trace.stop, what, host=distributed.process_index())
+            failure = _failure_of(trace.stop, what, host=self._host)
             if was_asked:
                 self._requests.done(failure)
 

@@ -40,6 +40,11 @@ def network(*, drops=False, **options):
     )
 
 
+@functools.cache
+def initialized():
+    return jax.jit(network().init)(KEY, X, SIDE)
+
+
 def by_loop(fn, stacked, x, side, tail):
     """Another runner: a Python loop over layers, on one half of the rows after the other."""
     halves = []
@@ -96,11 +101,11 @@ def test_parameters_are_stacked_named_and_different():
 
 
 def test_scan_is_the_composition_of_the_layers():
-    params = network().init(KEY, X, SIDE)
-    want = X
-    for w in params["layers/layer"]["w"]:
-        want = jnp.tanh(want @ w + SIDE["bias"])
-    np.testing.assert_allclose(network().apply(params, None, X, SIDE), want, atol=1e-6)
+    params = initialized()
+    want = np.asarray(X)
+    for w in np.asarray(params["layers/layer"]["w"]):
+        want = np.tanh(want @ w + SIDE["bias"])
+    np.testing.assert_allclose(jax.jit(network().apply)(params, None, X, SIDE), want, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_scan_is_the_composition_of_the_layers():
     [*REMAT_CHOICES, ("activation",), ("nothing", "has", "these", "names"), OnHost(("activation",))],
 )
 def test_value_and_gradient_do_not_depend_on_runner_or_remat(remat):
-    params = jax.jit(network().init)(KEY, X, SIDE)
+    params = initialized()
 
     def value(params, runner):
         with stack.use_runner(runner):
@@ -140,7 +145,7 @@ def test_a_jitted_function_follows_the_runner_in_force(order):
         runs.append("counting")
         return stack.scan_runner(fn, stacked, x, side, tail)
 
-    params = network().init(KEY, X, SIDE)
+    params = initialized()
     apply = jax.jit(lambda params: network().apply(params, None, X, SIDE))
     for i in order * 2:
         with stack.use_runner((stack.scan_runner, counting)[i]):
@@ -167,7 +172,7 @@ def test_weights_that_a_layer_casts_go_through_the_loop_as_narrow_as_it_uses_the
 
 def test_the_tail_sees_its_parameters_and_the_last_layer():
     tail = stack.Tail(lambda scale, x, side: jnp.sum(scale * x + side["bias"]), jnp.float32(2.0))
-    params = network().init(KEY, X, SIDE)
+    params = initialized()
     want = jnp.sum(2.0 * network().apply(params, None, X, SIDE) + SIDE["bias"])
     np.testing.assert_allclose(network(tail=tail).apply(params, None, X, SIDE), want, rtol=1e-6)
     with stack.use_runner(by_loop):  # microbatches of sums add up
@@ -204,7 +209,7 @@ def test_a_block_that_closes_over_an_array_is_refused(jitted):
         block = lambda x, side: Layer()(x, side) + table  # noqa: E731
         return hk.transform(lambda x, s: stack.layer_stack(block, LAYERS)(x, s)).apply(params, None, X, SIDE)
 
-    params = network().init(KEY, X, SIDE)
+    params = initialized()
     call = jax.jit(apply) if jitted else apply
     with pytest.raises(ValueError, match=r"the block closes over 1 array \(float32\[4,3\]|\(float32\[4, 3\]\)"):
         call(params, jnp.ones((4, 3)))
@@ -289,9 +294,9 @@ def test_a_layer_has_a_tree_as_stream_an_input_of_its_own_and_outputs_stacked_or
 def test_the_tail_sees_the_summed_outputs():
     tail = stack.Tail(lambda scale, x, side, out: jnp.sum(x["scores"]) + scale * out["loss"], jnp.float32(2.0))
     net = weighted_stack(tail=tail)
-    params = net.init(KEY)
-    x, out = weighted_by_hand(params)
-    close(net.apply(params), (jnp.sum(x["scores"]) + 2 * out["loss"], out))
+    params = jax.jit(net.init)(KEY)
+    x, out = jax.jit(weighted_by_hand)(params)
+    close(jax.jit(net.apply)(params), (jnp.sum(x["scores"]) + 2 * out["loss"], out))
 
 
 @pytest.mark.usefixtures("runner")
@@ -381,15 +386,23 @@ def grouped(remat="none", layers=6):
     return hk.transform(lambda x: stacked(x, (), jnp.arange(layers) / 4))
 
 
+@jax.jit
+def kept(key, layer):
+    """The elements that the layer with this number keeps: it draws them with a key of its own."""
+    return jax.random.bernoulli(next(hk.PRNGSequence(jax.random.fold_in(key, layer))), 0.7, X.shape)
+
+
 def grouped_by_hand(params):
-    x, every, key = X, [], next(hk.PRNGSequence(KEY))
+    with jax.ensure_compile_time_eval():
+        key = next(hk.PRNGSequence(KEY))
+        keep = [kept(key, layer) for layer in range(6)]
+    x, every = X, []
     for layer in range(6):
         group, place = divmod(layer, 3)
         w = params[f"layers/at_{place}"]["w"][group]
         every.append(x)
-        keep = jax.random.bernoulli(next(hk.PRNGSequence(jax.random.fold_in(key, layer))), 0.7, x.shape)
         new = jnp.tanh(x @ w) if place != 1 else jnp.sin(x * w)
-        x = jnp.where(keep, x + layer / 4 * new, x)
+        x = jnp.where(keep[layer], x + layer / 4 * new, x)
     return x, {"seen": jnp.stack(every), "sum": sum(jnp.sum(a**2) for a in [*every[1:], x])}
 
 
@@ -411,7 +424,7 @@ def test_layers_that_do_not_divide_into_groups_are_refused():
 
 
 def after_others(remat="none"):
-    """Two layers of kind "b", then five of kind "a"."""
+    """Two layers of kind "b", then four of kind "a"."""
 
     def block(x, side, flag, *, kind):
         x, out = of_a_group(x, side, flag, kind=kind)
@@ -419,20 +432,21 @@ def after_others(remat="none"):
 
     first, outputs = stack.First(((0, "b"), (0, "b"))), {"seen": "stacked", "sum": "summed"}
     pattern = ((0, "a"),)
-    stacked = stack.layer_stack(block, 7, pattern=pattern, first=first, outputs=outputs, remat=remat)
-    return hk.transform(lambda x: stacked(x, (), jnp.arange(7) / 4))
+    stacked = stack.layer_stack(block, 6, pattern=pattern, first=first, outputs=outputs, remat=remat)
+    return hk.transform(lambda x: stacked(x, (), jnp.arange(6) / 4))
 
 
 def after_others_by_hand(params):
-    x, every, keys = X, [], hk.PRNGSequence(KEY)
-    of_first, of_others = next(keys), next(keys)
-    for layer in range(7):
+    with jax.ensure_compile_time_eval():
+        keys = hk.PRNGSequence(KEY)
+        of_first, of_others = next(keys), next(keys)
+        keep = [kept(of_first, 0), kept(of_first, 1), *(kept(of_others, i) for i in range(4))]
+    x, every = X, []
+    for layer in range(6):
         is_first, place = layer < 2, layer if layer < 2 else layer - 2
         w = params[f"{'first_' if is_first else ''}layers/at_0"]["w"][place]
         every.append(x)
-        key = jax.random.fold_in(of_first if is_first else of_others, place)
-        keep = jax.random.bernoulli(next(hk.PRNGSequence(key)), 0.7, x.shape)
-        x = jnp.where(keep, x + layer / 4 * (jnp.sin(x * w) if is_first else jnp.tanh(x @ w)), x)
+        x = jnp.where(keep[layer], x + layer / 4 * (jnp.sin(x * w) if is_first else jnp.tanh(x @ w)), x)
     return x, {"seen": jnp.stack(every), "sum": sum(jnp.sum(a**2) for a in [*every[3:], x])}
 
 
@@ -440,7 +454,7 @@ def test_first_layers_have_parameters_and_kinds_of_their_own(remat):
     net = after_others(remat)
     params = jax.jit(net.init)(KEY, X)
     shapes = {name: leaves["w"].shape for name, leaves in params.items()}
-    assert shapes == {"first_layers/at_0": (2, 3), "layers/at_0": (5, 3, 3)}
+    assert shapes == {"first_layers/at_0": (2, 3), "layers/at_0": (4, 3, 3)}
     _, specs = logical.abstract_init(net.init, KEY, X)
     assert [specs[name]["w"].axes[0] for name in params] == ["first_layers", "layers"]
     got = with_gradient(of_all, lambda params: net.apply(params, KEY, X), params)

@@ -17,7 +17,6 @@ import pytest
 from core.checkpoints import writing
 from core.hosts import activity, exit_codes
 from launch.environment import WORKSPACE
-from tests.lab import __main__ as main
 from tests.lab import faults, growth, table
 from tests.lab.flips import Flips
 from tests.lab.growth import Sample
@@ -253,6 +252,5 @@ def test_a_sampler_writes_a_line_every_so_many_steps(tmp_path):
         (["soak", "--steps", "3"], "--steps 3: expected at least 400"),
     ],
 )
-def test_wrong_input_is_refused(arguments, said, capsys):
-    assert main.main(arguments) == exit_codes.USER_ERROR
-    assert said in capsys.readouterr().err
+def test_wrong_input_is_refused(lab, arguments, said):
+    assert said in lab(*arguments, code=exit_codes.USER_ERROR)

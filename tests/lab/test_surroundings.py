@@ -51,10 +51,10 @@ def test_all_are_compared_with_the_usual_run_of_their_command(tried):
 
 
 @pytest.mark.parametrize(
-    ("program", "said"), [("raise SystemExit(3)", "exit code 3: see "), (SLOW, "it did not end within 3 s: see ")]
+    ("program", "said"), [("raise SystemExit(3)", "exit code 3: see "), (SLOW, "it did not end within 2 s: see ")]
 )
 def test_a_usual_run_that_fails_or_hangs_ends_only_what_needs_it(tried, monkeypatch, program, said):
-    monkeypatch.setattr(surroundings, "_LIMIT_SECONDS", 3)
+    monkeypatch.setattr(surroundings, "_LIMIT_SECONDS", 2)
     code, (first, *others) = tried(*ROWS[:3], programs={"usual run on v4-16": program})
     assert code == 1
     assert first.startswith(f"BAD usual run on v4-16: {said}")
@@ -67,7 +67,7 @@ def test_a_usual_run_that_fails_or_hangs_ends_only_what_needs_it(tried, monkeypa
 
 
 def test_a_run_that_fails_or_hangs_ends_alone(tried, monkeypatch):
-    monkeypatch.setattr(surroundings, "_LIMIT_SECONDS", 3)
+    monkeypatch.setattr(surroundings, "_LIMIT_SECONDS", 2)
     code, lines = tried(*ROWS[:3], programs={"umask 077": "raise SystemExit(3)", "one CPU": SLOW})
     assert code == 1
     assert [line.partition(":")[0] for line in lines] == [

@@ -155,7 +155,7 @@ def test_a_base_that_is_missing_and_chunks_that_do_not_divide_rows_are_refused(d
     assert not (tmp_path / "states").exists()
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])  # as it is
+@pytest.mark.parametrize("stored", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_published_base_has_the_numbers_that_training_reads(data, tmp_path, monkeypatch, stored):
     folder = str(Path(__file__).parents[1] / "models/fixtures/families/gpt2")  # in float32
     about = {}

@@ -122,7 +122,6 @@ def test_a_run_from_a_folder_generates_and_exports_the_same_model(run_dir, tmp_p
     assert dataclasses.replace(again, head_dim=None) == dataclasses.replace(laid_out.model, head_dim=None)
 
 
-@pytest.mark.slow  # tests/parallel/generation/test_generating.py: no draw depends on the layout
 def test_a_run_that_is_laid_out_on_a_slice_generates_the_same(run_dir):
     want = np.load(FAMILY / "reference.npz")["greedy"].tolist()
     laid_out = loaded_model.load(str(run_dir), slice_name="v4-8")

@@ -70,7 +70,8 @@ def merged(params):
 
 
 @pytest.mark.slow  # loss and gradients of the merged model are quick
-def test_the_start_is_exactly_the_base(params):
+def test_the_start_is_exactly_the_base():
+    params = jax.jit(MODEL.init)(jax.random.key(0), batch())
     np.testing.assert_array_equal(
         jax.jit(MODEL.logits)(params, batch()), jax.jit(BASE.logits)(base_of(params), batch())
     )

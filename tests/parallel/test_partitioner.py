@@ -313,7 +313,7 @@ def test_initialization_on_cpus_is_compiled_at_a_lower_level(monkeypatch):
 
 def test_chosen_parameters_are_initialized_alone_to_the_same_numbers():
     program = bind(FSDP, "v4-8", jax.devices()[:4]).program(TINY, ADAMW, batch_spec(4), seed=0)
-    whole, some = program.init_params(), program.init_params(["layers/block/up"])
+    whole, some = program.init_params(), program.init_params({"layers/block/up"})
     assert jax.tree.map(lambda a: a.sharding, some) == {
         "layers/block": {"up": program.state_shardings.params["layers/block"]["up"]}
     }

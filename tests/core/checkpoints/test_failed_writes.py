@@ -55,7 +55,8 @@ if PROCESS == 0:  # a full disk may stop another part of the step on each host
 
     writing._write_files = full
 fail(store.Checkpoints("others", keep=3), 3, "BOTH")
-time.sleep(3 * (PROCESS == 0))  # the coordinator ends last
+distributed.barrier("both ended the second")
+time.sleep(0.5 * (PROCESS == 0))  # the coordinator ends last
 distributed.exit_at_once(13)
 """
 

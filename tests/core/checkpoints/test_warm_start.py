@@ -107,13 +107,12 @@ def test_parameters_are_found_under_other_names(saved, tmp_path):
 def test_another_depth_starts_from_the_layers_that_are_named(saved, layers, layout, in_memory):
     params, run = saved
     program = program_of(layout, seed=5, num_layers=len(layers))
-    made = program.init_params() if None in layers else params
-    fresh = jax.device_get(made)
+    fresh = jax.device_get(program.init_params()) if None in layers else params
     source = warm_start.GivenParameters(params) if in_memory else warm_start.SavedParameters(steps.find(run))
     shapes, specs = program.abstract_state.params, program.param_specs
     mapping = layer_map.of({"layers/*": layers}, source, shapes, specs)
     warm_start.require_fit(source, shapes, specs, ("*",), layers=mapping)
-    state = program.init_from(warm_start.load(source, lambda: made, shapes, specs, ("*",), layers=mapping))
+    state = program.init_from(warm_start.load(source, program.init_params, shapes, specs, ("*",), layers=mapping))
     assert jax.tree.map(lambda a: a.sharding, state) == program.state_shardings
     found = jax.device_get(state.params)
     jax.tree.map(np.testing.assert_array_equal, found["~"], params["~"])

@@ -162,8 +162,7 @@ works_on()
 
 
 @pytest.mark.covers("X08")
-# test_a_killed_host_is_named_with_its_last_place is quick, of host 0
-@pytest.mark.parametrize("host", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("host", [pytest.param(2, marks=pytest.mark.slow), 0])  # 0: the coordinator
 def test_a_stuck_host_is_named_with_its_stack(ends, host):
     story = f"""
 def a_hook_that_never_returns():

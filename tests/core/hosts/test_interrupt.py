@@ -35,7 +35,7 @@ except KeyboardInterrupt:
     print("unwound", flush=True)
     sys.exit(130)
 """
-IN_PYTHON, IN_C, BRIEFLY_IN_C = "time.sleep(60)", "in_c(200)", "in_c(1)"
+IN_PYTHON, IN_C, BRIEFLY_IN_C = "time.sleep(60)", "in_c(200)", "in_c(2)"
 NOTHING, SAVES, LAST, LOSES, LOSES_NOTHING = (
     "host 1 of 2: Interrupted. The run ends now: there is no new step to save.",
     "host 1 of 2: Interrupted at step 0. The run saves a checkpoint after the current step, then ends.",

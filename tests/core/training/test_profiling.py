@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from core.errors import UserError
 from core.hosts import distributed
-from core.training import profiling, trainer
+from core.training import profile_request, profiling, trainer
 from core.training.profiling import Requests, Window, window_of
 
 PLANES = "tensorboard/plugins/profile"
@@ -183,23 +184,35 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys)
     def full():
         raise OSError("No space left on device")
 
-    answers, wanted = [], [profiling.Window(1, 2)]
-    requests = types.SimpleNamespace(asked=lambda step: wanted.pop() if wanted else None, done=answers.append)
-    profile = profiling.Profile(lambda step: types.SimpleNamespace(stop=full), requests, at=(4,), num_steps=1)
-    for step in range(1, 6):
+    def begun(step):
+        return types.SimpleNamespace(stop=full) if step < 6 else full()
+
+    answers, wanted = [], [profiling.Window(6, 7), profiling.Window(1, 2)]
+    requests = types.SimpleNamespace(asked=lambda step: wanted.pop() if step in (1, 6) else None, done=answers.append)
+    profile = profiling.Profile(begun, requests, at=(4,), num_steps=1)
+    for step in range(1, 8):
         profile.before_step(step)
         profile.after_step(report(step))
-    asked, planned = (
+    asked, planned, not_begun = (
         f"could not write the profile of steps {first} to {last}: OSError: No space left on device"
-        for first, last in ((1, 2), (4, 4))
+        for first, last in ((1, 2), (4, 4), (6, 7))
     )
-    assert answers == [asked]
+    assert answers == [asked, not_begun]
     (tmp_path / "memory").write_text("a file where the folder would be")
     memory = profiling.MemoryProfile(str(tmp_path), at=(5,), process_index=2)
     memory.after_step(report(5))
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert [first, second] == [f"host 0 {asked}", f"host 0 {planned}"]
-    assert third.startswith("host 2 could not write a profile of device memory (step 5): FileExistsError")
+    *said, last = capsys.readouterr().out.splitlines()
+    assert said == [f"host 0 {failure}" for failure in (asked, planned, not_begun)]
+    assert last.startswith("host 2 could not write a profile of device memory (step 5): FileExistsError")
+
+
+def test_a_request_whose_profile_a_host_could_not_write_fails(tmp_path, capsys):
+    plan = {"id": "one", "hosts": 2, "first_step": 3, "last_step": 4, "starts_in_seconds": 0.0, "step_seconds": 0.1}
+    answered = {**plan, "state": "written", "remarks": {}, "failures": {"1": "could not write it"}, "session": "step_3"}
+    (tmp_path / profiling.ANSWER_NAME).write_text(json.dumps(answered))
+    with pytest.raises(UserError, match=r"^host 1 could not write it$"):
+        profile_request._wait(tmp_path, plan)
+    assert "profile     " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import json
 
-from core.checkpoints.store import Checkpoints
 from launch import __main__ as cli
 from launch.config import loader
 from launch.hosts.cluster import Host
 from launch.runs import prepared_run
+from launch.session import Session
 
 SMALL = (
     "from tasks import text",
@@ -43,10 +43,7 @@ def test_a_run_with_a_vocabulary_of_its_own_has_its_ids_in_the_export(tmp_path):
         "host": Host(0, 1, True),
     }
     run = prepared_run.prepare_run(config.build(), **told)
-    (tmp_path / "run" / "config.gin").write_text(config.text)
-    checkpoints = Checkpoints(run.checkpoint_dir, keep=1)
-    checkpoints.save(1, state=run.program.init(), data={}, meta=run.meta)
-    checkpoints.close()
+    Session(run).run()
     vocabulary = run.experiment.task.vocabulary
     assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -225,6 +225,7 @@ def test_an_export_stops_where_answers_end(llava, tmp_path):
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     own = saved_run.read(str(run), step=steps.find(str(run)), bindings=[there]).experiment()
     stops = ids.stop_ids(own.task.vocabulary)
+    assert set(stops) == set(loaded_model.load(str(run), bindings=[there]).stop_ids)
     assert len(stops) == 2
     assert set(stops) <= set(generation["eos_token_id"])
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 from models.decoder.layers import Attention, Mlp
 from models.decoder.parts import Sum
 from models.mixers import s5
-from tests.models.decoder.test_layers import PLAIN, check_generation, drawn_params
+from tests.models.decoder.test_layers import PLAIN, check_generation, params_of
 
 FIXTURE = np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "s5_parity.npz")
 STATES = 8
@@ -139,7 +139,7 @@ HYBRID = dataclasses.replace(
 
 @pytest.mark.covers("N08")
 def test_generation_with_the_state_equals_the_full_pass():
-    params = drawn_params(HYBRID)
+    params = params_of(HYBRID)
     assert {"layers/block_0/s5", "layers/block_1/s5", "layers/block_1/feed_forward"} <= set(params)
     check_generation(HYBRID, params)
 

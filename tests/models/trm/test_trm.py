@@ -341,7 +341,6 @@ def test_a_right_answer_counts_by_row():
 # Gradients
 
 
-@pytest.mark.slow  # test_trm_parity.py and test_trm_restated.py have quick tests of gradients
 def test_the_gradient_is_that_of_a_program_whose_early_cycles_are_constants():
     params, data = lively(MODEL), batch()
 

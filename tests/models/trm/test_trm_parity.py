@@ -391,8 +391,7 @@ def test_another_epsilon_is_refused():
     assert {"params", "table"} & set(found.failed())
 
 
-@pytest.mark.slow  # the right one is quick: test_every_number_of_the_reference
-@pytest.mark.parametrize("wrong", ["adamw", "decay of every row"])
+@pytest.mark.parametrize("wrong", ["adamw", pytest.param("decay of every row", marks=pytest.mark.slow)])
 def test_a_wrong_optimizer_is_refused(wrong, monkeypatch):
     found, chosen = Found(), optimizer()
     if wrong == "adamw":

@@ -26,7 +26,7 @@ TENSOR = runpy.run_path(str(HERE.parent / "configurations" / "cases.py"))["tenso
 CHANGED = dict(CASES["cases"](CONFIGS))
 QUICK = ("llava: vision_feature_layer -1", "llava: base", "llava_siglip: vision_config image_size 12")
 QUICK += ("smolvlm: scale_factor 4",)
-WHOLE = ("llava", "smolvlm")  # quick, with their gradients
+WHOLE = ("idefics3", "llava", "smolvlm")  # quick, with their gradients
 
 
 def reference(name):
@@ -71,7 +71,7 @@ def pixels_of(model, values):
     return np.rint((values * std + mean) * 255).astype(np.uint8).transpose(0, 2, 3, 1)
 
 
-# Of the others, changes of keys are quick below, and gradients of SigLIP's tower in test_tower.py.
+# A change of a key of llava_siglip is quick below, and so are gradients of its tower in test_tower.py.
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in WHOLE)) for n in FOLDERS])
 def test_logits_and_gradients_equal_transformers(name):
     model, params, specs, data, config = loaded(name)

@@ -47,9 +47,8 @@ def llama2():
 @pytest.mark.covers("N13")
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "deepseek_v3", "gemma3", "llama3"],
+    ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gemma3", "llama3"))],
 )
-@pytest.mark.slow  # quick: the next test is of the same ids, those of windows and of drawing of the same programs
 def test_greedy_continuations_equal_those_of_transformers(family, monkeypatch):
     monkeypatch.setattr(generating, "CHUNK", 4)  # several chunks, the last one not full
     want = np.load(FAMILIES / family / "reference.npz")["greedy"].tolist()

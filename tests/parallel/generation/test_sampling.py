@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from core.errors import UserError
@@ -30,3 +31,4 @@ def test_a_number_outside_its_range_is_refused_by_name(wrong):
 
 def test_the_ends_of_the_ranges_are_legal():
     assert Sampling(temperature=0, top_k=0, top_p=0, min_p=1) == Sampling(0.0, 0, 0.0, 1.0)
+    assert Sampling(temperature=np.float32(0.5), top_k=np.int64(3)) == Sampling(0.5, 3)

@@ -136,8 +136,7 @@ class Case(NamedTuple):
         return getattr(strategies, self.make)(stage=self.stages, schedule=schedule, **options)
 
 
-# Quick tests below have auxiliary losses too, each with another tail: layers with different parameters, of two kinds,
-# and a circular pipeline.
+# Other schedules have quick tests below: 1F1B with layers of different parameters, and circular.
 CASES = [
     Case("gpipe", 2, tail=""),
     *(Case(name, 2, save=save) for name in MAKE for save in ("layers", "stage")),
@@ -162,9 +161,11 @@ def equal(found, wanted):
 @pytest.mark.covers("M12")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=label(case)) for case in dict.fromkeys(CASES)],
+    [
+        pytest.param(case, id=label(case), marks=[pytest.mark.slow] * (case != CASES[0]))
+        for case in dict.fromkeys(CASES)
+    ],
 )
-@pytest.mark.slow
 def test_an_auxiliary_loss_has_the_value_and_gradients_of_one_device(case, one_device):
     model = Scored(tail=case.tail)
     equal(gradients(model, case.tables, "v4-8"), one_device(model))

@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import UserError
 from tasks import text
-from tasks.text import seqio_cache, tokenizing, vocabularies
+from tasks.text import seqio_cache, token_cache, tokenizing, vocabularies
 from tasks.text.documents import StreamSpec
 from tasks.text.mixed_documents import MixedChunks
 from tasks.text.token_cache import TokenCache
@@ -85,7 +85,9 @@ def test_cached_epochs_follow_one_another_each_in_an_order_of_its_own(tmp_path):
     assert ids_of(moved, 6) == orders[3][3:]
 
 
-def test_a_mixture_holds_its_rates_over_all_streams_and_continues_exactly(tmp_path):
+def test_a_mixture_holds_its_rates_over_all_streams_and_continues_exactly(tmp_path, monkeypatch):
+    for name, few in (("_BOUNDS", 16), ("_REQUEST_TOKENS", 256), ("AHEAD_TOKENS", 1024)):  # of many short epochs
+        monkeypatch.setattr(token_cache, name, few)
     caches = [write(tmp_path / name, first)[0] for name, first in (("a", 4), ("b", 5), ("c", 6))]
     rates, streams = (2.0, 0.5, 1.5), 4
     mixed = [
@@ -96,11 +98,11 @@ def test_a_mixture_holds_its_rates_over_all_streams_and_continues_exactly(tmp_pa
         )
         for i in range(streams)
     ]
-    drawn = np.array([ids_of(chunks, 1)[0][0] for _ in range(100) for chunks in mixed])
+    drawn = np.array([ids_of(chunks, 1)[0][0] for _ in range(200) for chunks in mixed])
     for first, rate in zip((4, 5, 6), rates, strict=True):
-        for start in range(0, 320, 31):
+        for start in range(0, 700, 31):
             assert abs((drawn[start : start + 80] == first).sum() - 80 * rate / 4) <= 2
-        of_streams = (drawn.reshape(100, streams) == first).mean(axis=0)
+        of_streams = (drawn.reshape(200, streams) == first).mean(axis=0)
         assert abs(of_streams - rate / 4).max() <= 0.02  # every stream reads every source
     again = MixedChunks([cache.chunks(spec(num_streams=streams)) for cache in caches], rates, spec(num_streams=streams))
     again.move(json.loads(json.dumps(mixed[0].position())))

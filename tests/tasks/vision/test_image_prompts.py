@@ -31,18 +31,16 @@ def row_of(made):
     return made.row(made.questions("train")[0])
 
 
-# "llava" has the same processor and template as "llava_siglip"
-@pytest.mark.parametrize("name", ["llava", pytest.param("llava_siglip", marks=pytest.mark.slow), "smolvlm"])
+@pytest.mark.parametrize("name", ["llava", "llava_siglip", "smolvlm"])
 def test_a_row_is_the_prompt_of_generation_and_the_answer(name, tmp_path):
     folder = copied(name, tmp_path)
     made = task(folder, tmp_path)
     row, vocabulary = row_of(made), vocabularies.tokenizer(folder)
-    model = loaded_model.load(folder)
     processor = made.prompts.input.processor
     if processor.frame is not None:  # a row has one frame, as prompts have if images are not split
         file = pathlib.Path(folder) / "preprocessor_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "do_image_splitting": False}))
-        model = loaded_model.load(folder)
+    model = loaded_model.load(folder)
     prompt = model.encoded("what?", is_chat=True, images=[str(PHOTO)])
     answer = [*vocabulary.encode(" ab"), vocabulary.eos_id]
     ids = [*prompt, *answer]

@@ -23,7 +23,7 @@ from models.decoder.published import families, family_tensors
 HERE = pathlib.Path(__file__).parents[2] / "fixtures" / "families"
 DEFAULTS = json.loads((HERE / "defaults.json").read_text())  # from transformers, by `make.py`
 FAMILIES = sorted(folder.name for folder in HERE.iterdir() if (folder / "config.json").exists())
-QUICK = ("gemma3", "gpt2", "mixtral", "qwen2", "qwen3")  # test_families.py has quick tests of others
+QUICK = ("gemma3", "gpt2", "mixtral", "qwen2", "qwen3")  # test_families.py has quick tests of more
 LLAMA = json.loads((HERE / "llama2" / "config.json").read_text())
 GEMMA2 = json.loads((HERE / "gemma2" / "config.json").read_text())
 QWEN3_MOE = json.loads((HERE / "qwen3_moe" / "config.json").read_text())
