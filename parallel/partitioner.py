@@ -281,8 +281,9 @@ class Program:
         ]
         if others:
             raise UserError(
-                f"parameters of {type(self.model).__name__} with dtypes that have no gradient: {', '.join(others)}; "
-                "expected floating-point numbers, of frozen parameters too. Keep other arrays in the model or its carry"
+                f"parameters of {type(self.model).__name__} are not floating-point numbers: {', '.join(others)}. A "
+                "step differentiates with respect to all parameters, also to frozen ones: keep other arrays in a field "
+                "of the model, or in its carry"
             )
 
     def _check_state(self) -> None:

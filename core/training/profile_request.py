@@ -72,11 +72,13 @@ def _wait(folder: paths.Path, plan: dict[str, Any]) -> int:
         raise UserError(f"the hosts did not write the profile of steps {first} to {last}; see the logs of the run")
     for host, remark in sorted(answer["remarks"].items()):
         print(f"host {host} {remark}")
-    if failures := answer["failures"]:
+    failures = answer["failures"]
+    if len(failures) < answer["hosts"]:
+        where = folder / "tensorboard" / "plugins" / "profile" / answer["session"]
+        print(f"profile     {where}\nprint       launch/run profile {folder} --session {answer['session']}")
+        print(f"tensorboard launch/run tensorboard {folder}")
+    if failures:
         raise UserError("\n".join(f"host {host} {failure}" for host, failure in sorted(failures.items())))
-    where = folder / "tensorboard" / "plugins" / "profile" / answer["session"]
-    print(f"profile     {where}\nprint       launch/run profile {folder} --session {answer['session']}")
-    print(f"tensorboard launch/run tensorboard {folder}")
     return 0
 
 

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 
@@ -29,6 +29,7 @@ from core.files import foreign_json, paths
 from core.hosts import distributed
 from core.training.trainer import Hook, StepReport
 
+Made = TypeVar("Made")
 PROFILES = ("tensorboard", "plugins", "profile")  # folder in the run directory, where TensorBoard looks
 SUFFIX = ".xplane.pb"
 _OF_HOST = re.compile(r"-p(?P<process>\d+)of(?P<count>\d+)")  # in the name of a file
@@ -217,11 +218,9 @@ class Profile(Hook):
         asked = self._requests.asked(step)
         planned = Window(step, step + self._num_steps - 1) if step in self._at else None
         if window := asked or planned:
-            begun: list[Stops] = []
-            what = f"the profile of steps {window.first_step} to {window.last_step}"
-            failure = _failure_of(lambda: begun.append(self._start(window.first_step)), what, host=self._host)
-            if begun:
-                self._open = begun[0], window, asked is not None
+            trace, failure = _tried(lambda: self._start(window.first_step), _named(window), host=self._host)
+            if trace is not None:
+                self._open = trace, window, asked is not None
             elif asked:
                 self._requests.done(failure)
 
@@ -237,21 +236,26 @@ class Profile(Hook):
         if self._open is not None:
             trace, window, was_asked = self._open
             self._open = None
-            what = f"the profile of steps {window.first_step} to {window.last_step}"
-            failure = _failure_of(trace.stop, what, host=self._host)
+            _, failure = _tried(trace.stop, _named(window), host=self._host)
             if was_asked:
                 self._requests.done(failure)
 
 
-def _failure_of(write: Callable[[], object], what: str, *, host: int) -> str:
-    """Calls `write`; prints and returns why it failed, since a disk in trouble must not end a run over a profile."""
+def _named(window: Window) -> str:
+    return f"the profile of steps {window.first_step} to {window.last_step}"
+
+
+def _tried(make: Callable[[], Made], what: str, *, host: int) -> tuple[Made | None, str]:
+    """Returns what `make` returns, and ""; if it fails, None and the reason, which is printed.
+
+    A failure to write a profile, such as on a full disk, does not end the run.
+    """
     try:
-        write()
+        return make(), ""
     except Exception as error:
         failure = f"could not write {what}: {type(error).__name__}: {error}"
         print(f"host {host} {failure}", flush=True)
-        return failure
-    return ""
+        return None, failure
 
 
 class Trace:
@@ -316,11 +320,12 @@ class MemoryProfile(Hook):
             raise
 
     def _write(self, name: str, *, why: str) -> None:
-        def write() -> None:
+        def write() -> paths.Path:
             with tempfile.TemporaryDirectory(prefix="renga-memory-") as folder:
                 local = pathlib.Path(folder) / name
                 jax.profiler.save_device_memory_profile(str(local))
-                written = paths.copy_file(local, to=self._directory / name)
-            print(f"host {self._process}: {why}: what is in device memory is in {written}", flush=True)
+                return paths.copy_file(local, to=self._directory / name)
 
-        _failure_of(write, f"a profile of device memory ({why})", host=self._process)
+        written, _ = _tried(write, f"a profile of device memory ({why})", host=self._process)
+        if written is not None:
+            print(f"host {self._process}: {why}: what is in device memory is in {written}", flush=True)

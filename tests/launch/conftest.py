@@ -55,6 +55,27 @@ def launch(launch_command):
     return run
 
 
+_programs = {}
+
+
+@pytest.fixture
+def laid_out_once(monkeypatch):
+    """Equal programs are made once: to check one, its model is traced, which takes a second."""
+    from core import identity
+    from parallel.partitioner import Partitioner
+
+    program = Partitioner.program
+
+    def once(self, *arguments, **options):
+        told = self.strategy, self.slice.name, arguments, options
+        key = tuple(map(repr, self.mesh.devices.flat)), identity.text(told)
+        if key not in _programs:
+            _programs[key] = program(self, *arguments, **options)
+        return _programs[key]
+
+    monkeypatch.setattr(Partitioner, "program", once)
+
+
 @pytest.fixture
 def no_cache_of_the_user(monkeypatch, tmp_path):
     """Commands that run in the process of the test keep no compiled programs for later ones."""

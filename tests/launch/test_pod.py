@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from core import identity
 from core.checkpoints import steps
 from core.errors import UserError
 from core.files import paths
@@ -16,7 +15,6 @@ from launch import __main__ as cli
 from launch import environment
 from launch.check import chip_memory
 from launch.cli import pod
-from launch.experiment import Experiment
 from launch.hosts import gcloud, simulate, tpu_host, workstation
 from launch.runs import continuation
 
@@ -25,27 +23,20 @@ NOWHERE = tpu_host.Place(False, None, ("environment: TPU_WORKER_ID is not set",)
 TPU_HOST = tpu_host.Place(True, "v4-32", ())
 
 
-_PROGRAMS, _ESTIMATES = {}, {}
+_ESTIMATES = {}
 
 
 @pytest.fixture(autouse=True)
-def laid_out_once(monkeypatch):
-    """Laying an experiment out and tracing it take three seconds, and most of these tests check the same one."""
-    bind, estimate = Experiment.bind, chip_memory.estimate
+def estimated_once(monkeypatch, laid_out_once):
+    """Most of these tests check the same experiment."""
+    estimate = chip_memory.estimate
 
-    def bound_once(experiment, devices):
-        key = identity.text(experiment), tuple(map(repr, devices))
-        if key not in _PROGRAMS:
-            _PROGRAMS[key] = bind(experiment, devices)
-        return _PROGRAMS[key]
-
-    def estimated_once(program):
+    def once(program):
         if id(program) not in _ESTIMATES:
             _ESTIMATES[id(program)] = program, estimate(program)  # which keeps the program, and with it its id
         return _ESTIMATES[id(program)][1]
 
-    monkeypatch.setattr(Experiment, "bind", bound_once)
-    monkeypatch.setattr(chip_memory, "estimate", estimated_once)
+    monkeypatch.setattr(chip_memory, "estimate", once)
 
 
 class Became(BaseException):

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
-from core import identity, logical, parameters
+from core import logical, parameters
 from core.batches import batch_shapes
 from core.checkpoints import published_files, steps
 from core.checkpoints.store import Checkpoints
@@ -31,7 +31,6 @@ from launch.runs import prepared_run, warm_start
 from launch.settings import Initialization, grouped
 from models import pretrained
 from parallel.generation.sampling import Sampling
-from parallel.partitioner import Partitioner
 from tasks import streams
 from tasks.code import humaneval
 
@@ -470,20 +469,6 @@ def initial_parameters(run, run_dir, *told):
     checked = preflight.check(config, bindings=told, **where, hosts="simulated")
     [found] = [finding for finding in checked.findings if finding.name == "initial parameters"]
     return found
-
-
-@pytest.fixture
-def laid_out_once(monkeypatch):
-    """The checks of a test differ in what a start reads, and not in their program."""
-    program, made = Partitioner.program, {}
-
-    def once(self, *arguments, **options):
-        key = identity.text([self.strategy, self.slice.name, arguments, options])
-        if key not in made:
-            made[key] = program(self, *arguments, **options)
-        return made[key]
-
-    monkeypatch.setattr(Partitioner, "program", once)
 
 
 @pytest.mark.covers("N07")

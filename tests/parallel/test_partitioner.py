@@ -87,7 +87,7 @@ class WithTable(HaikuModel):
 
 
 def test_parameters_without_a_gradient_are_refused_before_the_first_step():
-    with pytest.raises(UserError, match=r"parameters of WithTable .* no gradient: ids: int32; expected floating-point"):
+    with pytest.raises(UserError, match=r"parameters of WithTable are not floating-point numbers: ids: int32\. "):
         bind(FSDP, "v4-8").program(WithTable(), ADAMW, batch_spec(8), seed=0)
 
 

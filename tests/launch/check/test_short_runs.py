@@ -11,7 +11,6 @@ import pytest
 
 from core import slices
 from core.hosts import distributed
-from launch import __main__ as cli
 from launch import environment
 from launch.check import short_runs
 from launch.config import loader
@@ -108,9 +107,8 @@ def test_a_part_that_does_not_end_in_time_has_failed(monkeypatch, capsys):
     assert "check: x: failed" in capsys.readouterr().out
 
 
-def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path, monkeypatch, capsys):
+def test_a_strategy_is_a_note_only_if_its_layout_does_not_fit(tmp_path):
     """A mistake in the configuration is a failure; it is none of the layout."""
-    monkeypatch.setattr(short_runs, "_run", lambda argv: (cli.main(argv), "".join(capsys.readouterr())))
     given = argparse.Namespace(
         slice="v4-16", experiment="gin/quickstart.gin", gin=[], run_dir=str(tmp_path / "run"), simulate=False
     )

@@ -25,7 +25,7 @@ ON_HOSTS += (
     "core/hosts/tied_process.py",
     "core/units.py",
 )  # what acts there, of what is shipped
-SOONER = "settle_seconds=2", "settle_seconds=0.2"  # tests wait for what the run prints
+SETTLES, SOONER = "settle_seconds=2\n", "settle_seconds=0.2\n"  # tests wait for what the run prints
 SETUP = """#!/bin/bash
 [ -e "$HOME/no_setup" ] && { echo no python >&2; exit 1; }
 mkdir -p .venv
@@ -66,8 +66,9 @@ def cloud(tmp_path, monkeypatch):
 def workspace(tmp_path):
     """A small git work tree with stand-ins for the scripts that would train."""
     folder = tmp_path / "workspace"
+    assert SETTLES in (ROOT / "launch/hosts/on_host.sh").read_text()
     for name, text in {
-        **{name: (ROOT / name).read_text().replace(*SOONER) for name in ON_HOSTS},
+        **{name: (ROOT / name).read_text().replace(SETTLES, SOONER) for name in ON_HOSTS},
         "launch/setup.sh": SETUP,
         "launch/pod.sh": POD,
         "gin/x.gin": "A = 1\n",

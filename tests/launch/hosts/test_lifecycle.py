@@ -49,7 +49,7 @@ def wait_until(what, seconds=30):
 
 
 def prints(folder, text):
-    """Whether the run on a worker has printed a text."""
+    """Returns whether the log of a worker's run contains a text."""
     log = folder / ".renga/run.log"
     return log.exists() and text in log.read_text()
 

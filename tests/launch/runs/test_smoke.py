@@ -1,4 +1,4 @@
-"""Every experiment file rehearses its slice."""
+"""Every experiment file rehearses as its header says: on its slice or, if that is large, on a smaller one."""
 
 import dataclasses
 import math

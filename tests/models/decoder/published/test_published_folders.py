@@ -106,19 +106,17 @@ def text_of(change):
 
 
 def is_named(name, change):
-    """Whether a case is one of those that folders are known to have had.
-
-    Without those that have another quick test: decoders without windows are exported below, and one YaRN is enough.
-    """
+    """Returns whether published folders are known to have this change."""
     family, change = name.split("/")[0], text_of(change)
     if family == "llama":
         return cases.LENGTHENED in change or set(change) == {"rope_scaling", "rope_parameters"} or "beta" in str(change)
     kinds = change.get("layer_types", ())
-    mixed = "rope_parameters" in change and len(str(change)) > 150 and "original_max_position" not in str(change)
+    mixed = "rope_parameters" in change and len(str(change)) > 150
     return (
         name in ("gemma4/base", "gemma4_unified/base")  # their keys are inside text_config
         or (family == "mistral" and kinds == [cases.SLIDING, cases.FULL])
-        or (family == "gemma3_text" and mixed)
+        or (family == "gemma2" and kinds == [cases.FULL] * 4)
+        or (family == "gemma3_text" and (change.get("sliding_window_pattern") == 1 or mixed))
     )
 
 
