@@ -43,7 +43,7 @@ HOMES = {  # library: path prefixes that may import it; () is nowhere
     "huggingface_hub": ("core/checkpoints/published_files.py",),
     "haiku": ("models/", "core/logical.py", "core/stack.py"),
     "optax": ("core/",),
-    "orbax": ("core/checkpoints/writing.py",),
+    "orbax": ("core/checkpoints/orbax_writer.py",),
     "tensorstore": ("core/checkpoints/arrays.py", "tasks/"),
     "etils": ("core/files/paths.py",),
     "fsspec": ("core/files/paths.py",),

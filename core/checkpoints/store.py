@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from core import units
-from core.checkpoints import best, reading, steps, writing
+from core.checkpoints import best, orbax_writer, reading, steps
 from core.checkpoints.reading import Misfit, UnreadableError
 from core.checkpoints.steps import DamagedError, LeftOut
 from core.checkpoints.warm_start import Origin, ParameterSource
@@ -155,7 +155,7 @@ class Checkpoints:
 
         def begin() -> Callable[[], None]:
             folder, streams = directory / str(step), steps.stream_files(data)
-            finish = writing.begin(folder, state, data=streams, meta=files, fail=under_way.fail)
+            finish = orbax_writer.begin(folder, state, data=streams, meta=files, fail=under_way.fail)
             return lambda: _finish(finish, directory, kept)
 
         try:

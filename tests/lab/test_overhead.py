@@ -21,7 +21,6 @@ def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, cap
     assert [len(turn) for turn in result.bare] == [2, 2]
     assert min(min(turn) for turn in result.trainer) >= 0.05  # one log per step
     assert result.ratios_by_turn == sorted(result.ratios_by_turn)
-    assert result.ratio > 1
     before = [
         activity.OPENING,
         activity.PREPARING,
@@ -35,3 +34,11 @@ def test_bench_counts_the_settled_steps_of_both_sides(tmp_path, monkeypatch, cap
     assert activities.count("bare steps") == 3
     bench._print(result)
     assert f"trainer / bare = {result.ratio:.3f}" in capsys.readouterr().out
+
+
+def test_the_overhead_is_the_ratio_of_medians():
+    measured = overhead.Overhead(trainer=[[7.0, 6.0, 5.0], [2.0, 3.0, 4.0]], bare=[[2.0, 2.0, 9.0], [1.0, 3.0, 1.0]])
+    assert measured.ratio == 4.5 / 2.0
+    assert measured.ratios_by_turn == [3.0, 3.0]
+    slower = measured._replace(trainer=[[8.0], [2.0]], bare=[[2.0], [1.0]])
+    assert slower.ratios_by_turn == [2.0, 4.0]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from core.checkpoints import inspection, reading, steps, store, writing
+from core.checkpoints import inspection, orbax_writer, reading, steps, store, writing
 from core.files import paths
 from core.hosts import activity, distributed
 
@@ -18,7 +18,7 @@ import resource, time
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from core.hosts import distributed
-from core.checkpoints import store, writing
+from core.checkpoints import orbax_writer, store
 distributed.initialize(coordinator=COORDINATOR, process_index=PROCESS, process_count=HOSTS, local_cpu_devices=2)
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 value = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
@@ -53,7 +53,7 @@ if PROCESS == 0:  # a full disk may stop another part of the step on each host
     def full(folder, content):
         raise OSError(28, "No space left on device")
 
-    writing._write_files = full
+    orbax_writer._write_files = full
 fail(store.Checkpoints("others", keep=3), 3, "BOTH")
 distributed.barrier("both ended the second")
 time.sleep(0.5 * (PROCESS == 0))  # the coordinator ends last
@@ -138,7 +138,7 @@ def test_a_save_that_cannot_start_is_reported(tmp_path, monkeypatch):
         raise PermissionError("read-only file system")
 
     with monkeypatch.context() as patched:
-        patched.setattr(writing.ocp, "save_checkpointables_async", refuse)
+        patched.setattr(orbax_writer.ocp, "save_checkpointables_async", refuse)
         checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3)
         says = r"saving the checkpoint of step 1 to .* failed: PermissionError: read-only"
         with pytest.raises(writing.WriteFailedError, match=says):
@@ -197,13 +197,13 @@ def test_the_watchdog_knows_the_limit_of_a_save(tmp_path):
 
 
 def test_a_save_over_its_limit_fails_and_names_the_setting(tmp_path, monkeypatch):
-    written = writing._write_files
+    written = orbax_writer._write_files
 
     def slowly(*args):
         time.sleep(2.0)
         written(*args)
 
-    monkeypatch.setattr(writing, "_write_files", slowly)
+    monkeypatch.setattr(orbax_writer, "_write_files", slowly)
     checkpoints = store.Checkpoints(str(tmp_path / "checkpoints"), keep=3, timeout_seconds=1.0)
     checkpoints.save(3, state={"w": jax.device_put(np.zeros(3))}, data={"a": b"1"}, meta={})
     says = r"step 3 to .*: TooSlowError: it was not written within 1 s .*set save_limit_seconds of the experiment to 2,"

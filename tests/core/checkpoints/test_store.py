@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from core.checkpoints import arrays, inspection, reading, steps, store, writing
+from core.checkpoints import arrays, inspection, orbax_writer, reading, steps, store
 from core.checkpoints.warm_start import SavedParameters
 from core.errors import UserError
 from core.files import paths
@@ -291,7 +291,7 @@ def test_a_save_that_was_interrupted_before_it_was_handed_on_is_not_waited_for(o
     checkpoints.save(1, state=state, data={}, meta={})
     checkpoints.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "begin", interrupted)
+        patch.setattr(orbax_writer, "begin", interrupted)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(2, state=state, data={}, meta={})
     checkpoints.save(3, state=state, data={}, meta={})
@@ -316,7 +316,7 @@ def test_a_failed_write_surfaces_and_leaves_the_earlier_step(opened, state, tmp_
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(writing, "_write_files", fail)
+    monkeypatch.setattr(orbax_writer, "_write_files", fail)
     checkpoints.save(2, state=state, data={"a": b"2"}, meta={})
     with pytest.raises(RuntimeError, match=r"step 2 to .* failed.*No space left"):
         checkpoints.save(3, state=state, data={"a": b"3"}, meta={})
